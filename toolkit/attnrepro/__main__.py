@@ -1,0 +1,5 @@
+"""`python -m attnrepro`."""
+
+from attnrepro.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Backend adapters, one file each, all of the shape in `base`."""

@@ -1,0 +1,1 @@
+"""Container engines: one small Protocol, and Docker, podman and the bare host behind it."""

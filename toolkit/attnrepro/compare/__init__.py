@@ -1,0 +1,1 @@
+"""Comparing: statistics over launches, differences of repeatables, and what explains them."""

@@ -192,7 +192,7 @@ def _exact_prefix(n: int, a: int, b: int, k: int) -> int:
     for j in range(k):
         term = term * (n - j) * a // ((j + 1) * c)
         total += term
-    return total
+    return int(total)
 
 
 def _ceil(value: Fraction) -> int:

@@ -1,0 +1,1 @@
+"""The signed artifact: container, content, statement, keys, bundle, trust, verify."""

@@ -1,0 +1,1 @@
+"""Sharing artifacts: OCI registries and sweeps on many hosts."""

@@ -70,13 +70,13 @@ def launch_timing(
         "member": entry["member"],
         "n": len(values),
         "used": len(used),
-        "discards": [dict(discard) for discard in entry["discards"]],
+        "discards": sorted((dict(d) for d in entry["discards"]), key=lambda d: d["first"]),
         "stop": entry["stop"],
         "flushed": entry["flushed"],
         "calls_per_sample": entry["calls_per_sample"],
         "median": median(ordered),
         "interval": interval(ordered, confidence),
-        "tails": [tail(ordered, q, confidence) for q in tails],
+        "tails": [statistic for q in tails for statistic in tail(ordered, q, confidence)],
         "autocorrelation_lag1": None if autocorrelation is None else autocorrelation.hex(),
     }
 
@@ -93,11 +93,14 @@ def clock_timing(
     """
     medians = launch_medians({"launches": launches})
     per_tail = []
-    for position, q in enumerate(tails):
+    for q in map(decimal_text, tails):
         values = [
-            value
+            statistic["value_ns"]
             for launch in launches
-            if (value := launch["tails"][position]["value_ns"]) is not None
+            for statistic in launch["tails"]
+            if statistic["quantile"] == q
+            and statistic["statistic"] == "quantile"
+            and statistic["value_ns"] is not None
         ]
         per_tail.append(_median_of_quantiles(sorted(values), q, len(launches)))
     return {
@@ -150,24 +153,25 @@ def widest_interval(ordered: Sequence[int], confidence: float | str) -> JsonObje
     return _ranked_interval(ordered, (1, n), reached, reason)
 
 
-def tail(ordered: Sequence[int], quantile: float | str, confidence: float | str) -> JsonObject:
-    """A tail and its one-sided upper limit; nothing where the samples cannot give the limit."""
+def tail(
+    ordered: Sequence[int], quantile: float | str, confidence: float | str
+) -> tuple[JsonObject, JsonObject]:
+    """A tail and its one-sided upper limit; neither where the samples cannot give the limit."""
     n, q, level = len(ordered), decimal_text(quantile), decimal_text(confidence)
     upper = orderstats.upper_limit_rank(n, q, level) if n else None
     if upper is None:
         needed = orderstats.samples_needed(q, level)
         reason = f"{n} samples; its {_percent(level)} upper limit needs {needed}"
-        return _statistic("quantile", q, n=n, confidence=level, reason=reason)
+        return (
+            _statistic("quantile", q, n=n, reason=reason),
+            _statistic("upper_limit", q, n=n, confidence=level, reason=reason),
+        )
     rank = orderstats.quantile_rank(n, q)
-    return _statistic(
-        "quantile",
-        q,
-        n=n,
-        confidence=level,
-        rank=rank,
-        value_ns=ordered[rank - 1],
-        upper_rank=upper,
-        upper_ns=ordered[upper - 1],
+    return (
+        _statistic("quantile", q, n=n, rank=rank, value_ns=ordered[rank - 1]),
+        _statistic(
+            "upper_limit", q, n=n, confidence=level, rank=upper, value_ns=ordered[upper - 1]
+        ),
     )
 
 

@@ -1,0 +1,378 @@
+"""From the runner's task results to what an artifact holds: observations, repeatable, samples.
+
+Nothing is measured here. The worst status of a cell wins; every statistic is computed from the raw
+samples by `compare.published`, every comparison by `compare.statistics`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from attnrepro import repeatable
+from attnrepro.compare import published, statistics
+from attnrepro.errors import AttnreproError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from attnrepro.jsonio import JsonObject
+
+SEVERITY: Final = (
+    "CRASH",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+    "UNSUPPORTED",
+    "FALLBACK",
+    "INCORRECT",
+    "NONDETERMINISTIC",
+    "INVALID",
+    "THROTTLED",
+    "INCONCLUSIVE",
+    "PASS",
+)
+"""Statuses, worst first: the first that any task reports is the cell's."""
+
+UNTIMED: Final = frozenset({"UNSUPPORTED", "FALLBACK", "INCORRECT", "INVALID"})
+"""Statuses whose times, if any were taken, say nothing about the subject and are not published."""
+
+COMPARABLE: Final = frozenset({"PASS", "NONDETERMINISTIC"})
+
+EVIDENCE: Final = ("availability", "probes", "bits", "execution", "cold", "memory", "request")
+"""Parts of an entry that are copied as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What the host knows of a run."""
+
+    run_id: str
+    started_utc: str
+    duration_ns: int
+    tool: str
+    resumed: bool
+    engine: str
+    engine_version: str
+    contained: bool
+    facts: Mapping[str, str]
+    uncompared: Mapping[str, Sequence[str]]
+    """Cell to backends of its stacks that claim it and were not compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """A run's documents, valid against their schemas, and the samples that they cite."""
+
+    repeatable: JsonObject
+    observations: JsonObject
+    samples: Mapping[str, bytes]
+
+    def failed_required(self) -> list[str]:
+        """Required cells that did not pass, one line each."""
+        return [
+            f"{cell['id']} {subject['subject']}: {subject['status']} ({subject['reason']})"
+            for cell in self.observations["cells"]
+            for subject in cell["subjects"]
+            if subject["required"] and subject["status"] != "PASS"
+        ]
+
+
+def merge(
+    manifest: Mapping[str, Any],
+    jobs: Sequence[Mapping[str, Any]],
+    tasks: Iterable[Mapping[str, Any]],
+    read_sample: Callable[[str], bytes],
+    context: Context,
+) -> Merged:
+    """Merge all task results of a run.
+
+    Args:
+        manifest: canonical.
+        jobs: what the runner was given, one a segment; together they name every cell.
+        tasks: results of the finished tasks (`result` schema).
+        read_sample: a samples member's bytes by its name.
+        context: the host's own facts.
+
+    Raises AttnreproError where a result names a sample that cannot be read.
+    """
+    results = sorted(tasks, key=lambda task: (task["started_ns"], task["task"]))
+    timing = manifest["timing"]
+    declared = {subject["id"]: subject for subject in manifest["subjects"]}
+    entries = _entries(results)
+    unsupported = {
+        (item["cell"], item["subject"]): f"{item['reason']} (source: {item['source']})"
+        for job in jobs
+        for item in job["unsupported"]
+    }
+    samples: dict[str, bytes] = {}
+    cells = []
+    for cell in _cells(jobs):
+        subjects = []
+        for name in declared:
+            key = (cell["id"], name)
+            if name not in cell["subjects"] and key not in unsupported:
+                continue
+            found = entries.get(key, [])
+            merged = _subject(
+                declared[name], found, unsupported.get(key), _expected_tasks(jobs, name)
+            )
+            _check_expected_inputs(merged, cell, found)
+            merged["timing"] = (
+                {} if merged["status"] in UNTIMED else _timing(found, read_sample, timing, samples)
+            )
+            if merged["status"] == "PASS" and _times_missing(merged, jobs, name):
+                merged |= {"status": "INCONCLUSIVE", "reason": "no usable sample", "place": None}
+            subjects.append(merged)
+        for subject in subjects:
+            subject["comparisons"] = comparisons(subject, subjects, timing["confidence"])
+        cells.append(
+            {
+                "id": cell["id"],
+                "label": cell["label"],
+                "phase": cell["workload"]["phase"],
+                "uncompared": list(context.uncompared.get(cell["id"], ())),
+                "subjects": subjects,
+            }
+        )
+    return Merged(
+        repeatable=repeatable.build(_cells(jobs), cells, entries),
+        observations=_observations(results, cells, timing, context),
+        samples=samples,
+    )
+
+
+def _cells(jobs: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
+    """Every cell once, its subjects those of all segments."""
+    cells: dict[str, JsonObject] = {}
+    for job in jobs:
+        for cell in job["cells"]:
+            known = cells.setdefault(cell["id"], {**cell, "subjects": []})
+            known["subjects"] += [s for s in cell["subjects"] if s not in known["subjects"]]
+    return [cells[name] for name in sorted(cells, key=lambda name: int(name[1:]))]
+
+
+Entry = tuple["Mapping[str, Any]", "Mapping[str, Any]"]
+"""A task's result and one entry of it."""
+
+
+def _entries(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[Entry]]:
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for task in results:
+        for entry in task["entries"]:
+            found.setdefault((entry["cell"], entry["subject"]), []).append((task, entry))
+    return found
+
+
+def _expected_tasks(jobs: Sequence[Mapping[str, Any]], subject: str) -> set[str]:
+    return {
+        task["id"]
+        for job in jobs
+        for task in job["tasks"]
+        if subject in task["subjects"] and task["stage"] == "check"
+    }
+
+
+def _subject(
+    declared: Mapping[str, Any],
+    found: Sequence[Entry],
+    unsupported: str | None,
+    checks: set[str],
+) -> JsonObject:
+    """Status and evidence of one subject in one cell."""
+    status, reason, place = _status(found, unsupported, checks)
+    merged: JsonObject = {
+        "subject": declared["id"],
+        "backend": declared["backend"],
+        "role": declared["role"],
+        "required": declared["required"],
+        "status": status,
+        "reason": reason,
+        "place": place,
+        "timing": {},
+        "comparisons": [],
+    }
+    for part in EVIDENCE:
+        for _, entry in found:
+            if part in entry:
+                merged.setdefault(part, entry[part])
+    oracle = [
+        {"task": task["task"], "when": when, "oracle": entry[f"oracle_{when}"]}
+        for task, entry in found
+        for when in ("before", "after")
+        if f"oracle_{when}" in entry
+    ]
+    if oracle:
+        merged["oracle"] = oracle
+    return merged
+
+
+def _status(
+    found: Sequence[Entry], unsupported: str | None, checks: set[str]
+) -> tuple[str, str | None, str | None]:
+    if unsupported is not None:
+        return "UNSUPPORTED", unsupported, "before launch"
+    worst: tuple[int, str, str | None, str | None] | None = None
+    for task, entry in found:
+        rank = SEVERITY.index(entry["status"])
+        if worst is None or rank < worst[0]:
+            reason = None
+            if entry["status"] != "PASS":
+                reason = f"{task['task']}: {entry['reason'] or 'no reason was given'}"
+            worst = (rank, entry["status"], reason, entry["place"])
+    checked = {task["task"] for task, _ in found} & checks
+    if worst is None or (worst[1] == "PASS" and checks and not checked):
+        return "INCONCLUSIVE", "the runner wrote no result for this cell", None
+    return worst[1], worst[2], worst[3]
+
+
+def _check_expected_inputs(
+    merged: JsonObject, cell: Mapping[str, Any], found: Sequence[Entry]
+) -> None:
+    expected = cell["inputs"].get("expected", {}).get(cell["label"], {})
+    for tensor, digest in expected.items():
+        for _, entry in found:
+            seen = entry.get("inputs", {}).get(tensor)
+            if seen is not None and f"sha256:{seen}" != digest:
+                reason = f"the input {tensor} has not the digest that the manifest expects"
+                merged |= {"status": "INVALID", "reason": reason, "place": "inputs"}
+                return
+
+
+def _timing(
+    found: Sequence[Entry],
+    read_sample: Callable[[str], bytes],
+    timing: Mapping[str, Any],
+    samples: dict[str, bytes],
+) -> JsonObject:
+    """Statistics by clock; the members that they cite are added to `samples`."""
+    tails, confidence = timing["tails"], timing["confidence"]
+    launches: dict[str, list[JsonObject]] = {}
+    for task, entry in found:
+        if task["stage"] != "launch":
+            continue
+        for record in entry.get("samples", []):
+            try:
+                data = read_sample(record["member"])
+                values = published.decode_samples(data)
+            except (OSError, ValueError) as error:
+                message = f"cannot read the samples {record['member']}: {error}"
+                raise AttnreproError(message) from error
+            samples[record["member"]] = data
+            launches.setdefault(record["clock"], []).append(
+                published.launch_timing(
+                    record,
+                    values,
+                    launch=task["launch"],
+                    tails=tails,
+                    confidence=confidence,
+                )
+            )
+    return {
+        clock: published.clock_timing(
+            sorted(records, key=lambda record: record["launch"]),
+            tails=tails,
+            confidence=confidence,
+        )
+        for clock, records in sorted(launches.items())
+    }
+
+
+def _times_missing(merged: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether the plan times this subject and no clock has a usable sample."""
+    planned = any(
+        task["stage"] == "launch" and name in task["subjects"]
+        for job in jobs
+        for task in job["tasks"]
+    )
+    return planned and not any(
+        clock["median"]["value_ns"] is not None for clock in merged["timing"].values()
+    )
+
+
+def comparisons(
+    subject: Mapping[str, Any], others: Iterable[Mapping[str, Any]], confidence: float | str
+) -> list[JsonObject]:
+    """A candidate against each baseline of its cell, clock by clock, where both statuses allow it.
+
+    Verify makes them again by this function.
+    """
+    if subject["role"] != "candidate" or subject["status"] not in COMPARABLE:
+        return []
+    found = []
+    for baseline in others:
+        if baseline["role"] != "baseline" or baseline["status"] not in COMPARABLE:
+            continue
+        for clock in sorted(set(subject["timing"]) & set(baseline["timing"])):
+            comparison = statistics.compare(
+                published.launch_medians(subject["timing"][clock]),
+                published.launch_medians(baseline["timing"][clock]),
+                confidence=published.decimal_text(confidence),
+            )
+            if comparison.ratio is not None:
+                found.append(comparison.document(clock=clock, baseline=baseline["subject"]))
+    return found
+
+
+def _observations(
+    results: Sequence[Mapping[str, Any]],
+    cells: Sequence[JsonObject],
+    timing: Mapping[str, Any],
+    context: Context,
+) -> JsonObject:
+    first = results[0] if results else {"device": {}, "environment": {}}
+    statuses = [subject["status"] for cell in cells for subject in cell["subjects"]]
+    unsupported, passed = statuses.count("UNSUPPORTED"), statuses.count("PASS")
+    return {
+        "schema": "attnrepro.observations/1",
+        "run": {
+            "id": context.run_id,
+            "started_utc": context.started_utc,
+            "duration_ns": context.duration_ns,
+            "tool": context.tool,
+            "resumed": context.resumed,
+            "timing": {
+                **texts(timing),
+                "equivalence_margin": published.decimal_text(float(statistics.MARGIN)),
+                "least_launches": statistics.LEAST_LAUNCHES,
+            },
+        },
+        "containment": {
+            "engine": context.engine,
+            "version": context.engine_version,
+            "contained": context.contained,
+            "facts": dict(context.facts),
+        },
+        "device": first["device"],
+        "environment": first["environment"],
+        "tasks": [_task(task, first) for task in results],
+        "cells": list(cells),
+        "summary": {
+            "passed": passed,
+            "failed": len(statuses) - passed - unsupported,
+            "unsupported": unsupported,
+        },
+    }
+
+
+def _task(task: Mapping[str, Any], first: Mapping[str, Any]) -> JsonObject:
+    """A task without its entries; device and environment only where they differ from the first."""
+    kept = {
+        name: task[name]
+        for name in ("task", "stage", "launch", "started_ns", "ended_ns", "runner", "workers")
+    }
+    kept["telemetry"] = list(task["telemetry"])
+    for part in ("device", "environment"):
+        if task[part] != first[part]:
+            kept[part] = task[part]
+    return kept
+
+
+def texts(value: Any) -> Any:
+    """The document with every real as its shortest decimal text, as observations hold none."""
+    if isinstance(value, float):
+        return published.decimal_text(value)
+    if isinstance(value, dict):
+        return {key: texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [texts(item) for item in value]
+    return value

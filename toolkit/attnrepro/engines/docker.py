@@ -1,0 +1,364 @@
+"""Docker through its SDK: stock classic and containerd stores, contexts, DOCKER_HOST."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol, cast
+
+from attnrepro.engines import closed
+from attnrepro.engines.base import OWNER_LABEL, EngineFacts
+from attnrepro.engines.gpu import EngineDoors, GpuMode
+from attnrepro.errors import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from attnrepro.engines.base import ContainerSpec, ExitStatus, ImageIdentity
+
+_CALL_SECONDS: Final = 30
+"""Limit of one ordinary call; loading an image and waiting have none."""
+_DEFAULT_SOCKET: Final = "unix:///var/run/docker.sock"
+_START_HINT: Final = (
+    "start Docker (systemctl start docker), point DOCKER_HOST at its socket, join the group that "
+    "may use it, or use podman: attnrepro doctor says what is there"
+)
+
+
+class _Api(Protocol):
+    """What we call of `docker.APIClient`, whose own types are partial."""
+
+    timeout: int | None
+
+    def attach(
+        self, container: str, *, stdout: bool, stderr: bool, stream: bool
+    ) -> Iterable[bytes]: ...
+    def close(self) -> None: ...
+    def containers(self, *, all: bool, filters: dict[str, str]) -> list[dict[str, Any]]: ...
+    def create_container_from_config(self, config: dict[str, Any], name: str) -> dict[str, Any]: ...
+    def info(self) -> dict[str, Any]: ...
+    def inspect_container(self, container: str) -> dict[str, Any]: ...
+    def inspect_image(self, image: str) -> dict[str, Any]: ...
+    def kill(self, container: str) -> None: ...
+    def load_image(self, data: IO[bytes], *, quiet: bool) -> Iterable[dict[str, Any]]: ...
+    def remove_container(self, container: str, *, force: bool, v: bool) -> None: ...
+    def remove_image(self, image: str, *, force: bool) -> None: ...
+    def start(self, container: str) -> None: ...
+    def wait(self, container: str) -> dict[str, Any]: ...
+
+
+class DockerEngine:
+    """The Docker daemon that the user's own client would talk to."""
+
+    name = "docker"
+
+    def __init__(self, url: str | None = None) -> None:
+        """Talk to `url`, else DOCKER_HOST, else the current context, else the default socket."""
+        self._url = url or endpoint()
+        self._facts: EngineFacts | None = None
+        self._info: Mapping[str, Any] = {}
+
+    def facts(self) -> EngineFacts:
+        """See `Engine.facts`. Raises Unavailable where no Docker answers."""
+        if self._facts is None:
+            with self._client() as client:
+                self._info = client.info()
+            self._facts = facts_of(self._info)
+        return self._facts
+
+    def doors(self) -> EngineDoors:
+        """By which doors a GPU may enter."""
+        self.facts()
+        cdi = bool(self._info.get("CDISpecDirs"))
+        return EngineDoors(
+            cdi=cdi,
+            cdi_reason="" if cdi else 'Docker\'s daemon.json lacks {"features": {"cdi": true}}',
+            nvidia_runtime="nvidia" in (self._info.get("Runtimes") or {}),
+        )
+
+    def ensure_image(self, identity: ImageIdentity) -> str:
+        """See `Engine.ensure_image`."""
+        containerd = self.facts().store == "containerd"
+        want = identity.manifest_digest if containerd else identity.config_digest
+        found = self._image_id(want)
+        if found is None:
+            self._load(identity)
+            found = self._image_id(want)
+        if found != want:
+            other = found or self._image_id(identity.name) or "nothing"
+            raise closed.differs(identity, want, other, "Docker")
+        return found
+
+    def run(
+        self, spec: ContainerSpec, *, log: Path, stop: Callable[[], bool] | None = None
+    ) -> ExitStatus:
+        """See `Engine.run`."""
+        closed.check_sources(spec)
+        image = self.ensure_image(spec.image)
+        config = container_config(spec, image, self.facts())
+        with closed.ended_by_signals():
+            self._remove_orphans()
+            try:
+                return self._run(spec, config, log, stop)
+            finally:
+                with closed.signals_held():
+                    self._remove(spec.name)
+
+    def remove_image(self, identity: ImageIdentity) -> None:
+        """See `Engine.remove_image`."""
+        from docker.errors import ImageNotFound
+
+        containerd = self.facts().store == "containerd"
+        want = identity.manifest_digest if containerd else identity.config_digest
+        with self._client() as client, suppress(ImageNotFound):
+            client.remove_image(want, force=True)
+
+    def _run(
+        self,
+        spec: ContainerSpec,
+        config: dict[str, Any],
+        log: Path,
+        stop: Callable[[], bool] | None,
+    ) -> ExitStatus:
+        with self._client() as client, self._client(timeout=None) as streams:
+            made = client.create_container_from_config(config, spec.name)
+            container = str(made["Id"])
+            output = streams.attach(container, stdout=True, stderr=True, stream=True)
+            copy = closed.LogCopy(output, log)
+            copy.start()
+            began = time.monotonic_ns()
+            client.start(container)
+            waiter = _Waiter(self._url, container)
+            waiter.start()
+            limit = spec.timeout_seconds
+            ending = closed.watch(
+                waiter.done,
+                deadline_ns=None if limit is None else began + int(limit * 1e9),
+                stop=stop,
+            )
+            if ending != "done":
+                with suppress(Exception):  # it may have ended by itself meanwhile
+                    client.kill(container)
+                waiter.done.wait(_CALL_SECONDS)
+            duration = time.monotonic_ns() - began
+            if waiter.error is not None:
+                raise waiter.error
+            copy.finish()
+            state = client.inspect_container(container)["State"]
+            facts = closed.gpu_facts(spec)
+            if made.get("Warnings"):
+                facts["warnings"] = " ".join(made["Warnings"])
+            return closed.status_of(
+                ending,
+                int(state["ExitCode"]),
+                oom_killed=bool(state["OOMKilled"]),
+                duration_ns=duration,
+                facts=facts,
+            )
+
+    def _image_id(self, reference: str) -> str | None:
+        from docker.errors import ImageNotFound
+
+        with self._client() as client:
+            try:
+                return str(client.inspect_image(reference)["Id"])
+            except ImageNotFound:
+                return None
+
+    def _load(self, identity: ImageIdentity) -> None:
+        if not identity.archive.is_file():
+            message = f"Docker has no image {identity.name}, and {identity.archive} is not there"
+            raise Unavailable(message, hint="attnrepro build makes it")
+        with self._client(timeout=None) as client, identity.archive.open("rb") as archive:
+            for line in client.load_image(archive, quiet=True):
+                if "error" in line:
+                    message = f"Docker cannot load {identity.archive}: {line['error']}"
+                    raise Unavailable(message, hint="free disk space, or build the image again")
+
+    def _remove(self, container: str) -> None:
+        from docker.errors import NotFound
+
+        # A vanished engine is told by what raised before; its container goes at the next start.
+        with suppress(Unavailable, NotFound), self._client() as client:
+            client.remove_container(container, force=True, v=True)
+
+    def _remove_orphans(self) -> None:
+        with self._client() as client:
+            for entry in client.containers(all=True, filters={"label": OWNER_LABEL}):
+                if closed.orphaned(entry["Labels"][OWNER_LABEL]):
+                    self._remove(entry["Id"])
+
+    @contextmanager
+    def _client(self, *, timeout: int | None = _CALL_SECONDS) -> Iterator[_Api]:
+        """Open a connection of our own, with every transport error told as Unavailable."""
+        import requests
+        import urllib3
+        from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+
+        try:
+            client = _connect(self._url)
+            client.timeout = timeout
+            try:
+                yield client
+            finally:
+                client.close()
+        except (NotFound, ImageNotFound):
+            raise
+        except APIError as error:
+            message = f"Docker refused: {error.explanation or error}"
+            raise Unavailable(message, hint="attnrepro doctor checks the engine") from None
+        except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            message = f"Docker does not answer at {self._url}: {error}"
+            raise Unavailable(message, hint=_START_HINT) from None
+
+
+class _Waiter(threading.Thread):
+    """Blocks in Docker's own wait call, so that the main thread can watch time and signals."""
+
+    def __init__(self, url: str, container: str) -> None:
+        super().__init__(name="attnrepro-wait", daemon=True)
+        self._url = url
+        self._container = container
+        self.done = threading.Event()
+        self.error: Unavailable | None = None
+
+    def run(self) -> None:
+        """Wait; an engine that goes away meanwhile is an error, not an exit code."""
+        try:
+            client = _connect(self._url)
+            try:
+                client.wait(self._container)
+            finally:
+                client.close()
+        except Exception as error:
+            # Any failure to wait means that the engine is gone: sockets, HTTP, JSON or API.
+            self.error = Unavailable(
+                f"Docker went away while the container ran: {error}", hint=_START_HINT
+            )
+        finally:
+            self.done.set()
+
+
+def _connect(url: str) -> _Api:
+    import docker
+
+    return cast("_Api", docker.APIClient(base_url=url, version="auto", timeout=_CALL_SECONDS))
+
+
+def endpoint() -> str:
+    """Find the address that the user's own docker client would use."""
+    if host := os.environ.get("DOCKER_HOST"):
+        return host
+    from docker.context import ContextAPI
+    from docker.errors import DockerException
+
+    name = os.environ.get("DOCKER_CONTEXT")
+    try:
+        context: Any = ContextAPI.get_context(name) if name else ContextAPI.get_current_context()
+    except DockerException as error:
+        message = f"Docker's configuration cannot be read: {error}"
+        raise Unavailable(message, hint="docker context ls shows the contexts") from None
+    if context is not None:
+        return str(context.Host or _DEFAULT_SOCKET)
+    if name:
+        message = f"there is no Docker context {name!r}"
+        raise Unavailable(message, hint="docker context ls shows the contexts")
+    return _DEFAULT_SOCKET
+
+
+def facts_of(info: Mapping[str, Any]) -> EngineFacts:
+    """Read the facts out of Docker's `info` reply."""
+    status = dict(info.get("DriverStatus") or ())
+    containerd = str(status.get("driver-type", "")).startswith("io.containerd.snapshotter")
+    security = [str(option) for option in info.get("SecurityOptions") or ()]
+    return EngineFacts(
+        name="docker",
+        version=str(info.get("ServerVersion", "unknown")),
+        store="containerd" if containerd else "classic",
+        runtime=str(info.get("DefaultRuntime", "unknown")),
+        cgroup_version=f"v{info.get('CgroupVersion') or '1'}",
+        rootless=any("rootless" in option for option in security),
+        contained=True,
+        detail={
+            "storage_driver": str(info.get("Driver", "unknown")),
+            "seccomp": "yes" if any("seccomp" in option for option in security) else "no",
+            "kernel": str(info.get("KernelVersion", "unknown")),
+        },
+    )
+
+
+def container_config(spec: ContainerSpec, image: str, facts: EngineFacts) -> dict[str, Any]:
+    """Write the body of Docker's create call: closed but for what the spec names.
+
+    https://docs.docker.com/reference/api/engine/version/v1.43/#tag/Container/operation/ContainerCreate
+    """
+    # In a rootless daemon's user namespace, 0 is the user who runs it: the one who owns the output.
+    user = "0:0" if facts.rootless else f"{spec.uid}:{spec.gid}"
+    host: dict[str, Any] = {
+        "NetworkMode": "none",
+        "ReadonlyRootfs": True,
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges"],
+        "Privileged": False,
+        "IpcMode": "private",
+        "CgroupnsMode": "private",
+        "Init": False,
+        "AutoRemove": False,
+        "RestartPolicy": {"Name": "no"},
+        "LogConfig": {"Type": "none", "Config": {}},
+        "Tmpfs": {"/tmp": closed.tmpfs_options(spec)},
+        "ShmSize": closed.SHM_BYTES,
+        "PidsLimit": spec.pids_limit,
+        "Ulimits": [
+            {"Name": "nofile", "Soft": closed.nofile(spec), "Hard": closed.nofile(spec)},
+            {"Name": "core", "Soft": 0, "Hard": 0},
+        ],
+        "Mounts": [
+            {
+                "Type": "bind",
+                "Source": str(mount.source),
+                "Target": mount.target,
+                "ReadOnly": mount.read_only,
+                "BindOptions": {"Propagation": "rprivate"},
+            }
+            for mount in closed.mounts(spec)
+        ],
+    }
+    if spec.memory_bytes is not None:
+        host |= {"Memory": spec.memory_bytes, "MemorySwap": spec.memory_bytes}
+    if spec.cpuset is not None:
+        host["CpusetCpus"] = spec.cpuset
+    if spec.gpu:
+        host["Devices"] = [
+            {"PathOnHost": node, "PathInContainer": node, "CgroupPermissions": "rw"}
+            for node in spec.gpu.nodes
+        ]
+        host["GroupAdd"] = [str(group) for group in spec.gpu.groups]
+        if spec.gpu.mode is GpuMode.CDI:
+            host["DeviceRequests"] = [{"Driver": "cdi", "DeviceIDs": list(spec.gpu.cdi_names)}]
+        elif spec.gpu.mode is GpuMode.RUNTIME:
+            host["DeviceRequests"] = [
+                {
+                    "Driver": "nvidia",
+                    "DeviceIDs": list(spec.gpu.runtime_ids),
+                    "Capabilities": [["gpu", "compute", "utility"]],
+                }
+            ]
+    return {
+        "Image": image,
+        "Entrypoint": [spec.command[0]],
+        "Cmd": list(spec.command[1:]),
+        "User": user,
+        "WorkingDir": "/tmp",
+        "Env": [f"{name}={value}" for name, value in closed.environment(spec).items()],
+        "Labels": {OWNER_LABEL: closed.owner()},
+        "Healthcheck": {"Test": ["NONE"]},
+        "Hostname": "attnrepro",
+        "NetworkDisabled": True,
+        "Tty": False,
+        "OpenStdin": False,
+        "HostConfig": host,
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from attnrepro import jsonio, repeatable, results
 from attnrepro.artifact import content, rocrate, samples
 from attnrepro.artifact.statement import Kind, Statement
 from attnrepro.errors import Rejected
@@ -31,9 +32,8 @@ def check(members: Mapping[str, bytes], documents: Mapping[str, Any], statement:
     _check_statement(members, documents, statement)
     _check_crate(members)
     manifest, observations = documents[content.MANIFEST], documents[content.OBSERVATIONS]
-    repeatable = documents[content.REPEATABLE]
     _check_cells(manifest, observations)
-    _check_repeatable(repeatable, observations)
+    _check_repeatable(documents[content.REPEATABLE], observations)
     for where, subject in _subjects(observations):
         _check_status(where, subject)
     samples.check(members, manifest, observations)
@@ -49,8 +49,15 @@ def _check_statement(
     for section, digest in digests.items():
         if predicate["repeatable"][section] != digest:
             _refuse("repeatable", f"the statement's digest of the section {section} differs")
-    if predicate["summary"] != observations["summary"]:
-        _refuse("summary", "statement and observations count the cells differently")
+    statuses = [subject["status"] for _, subject in _subjects(observations)]
+    passed, unsupported = statuses.count("PASS"), statuses.count("UNSUPPORTED")
+    counted = {
+        "passed": passed,
+        "failed": len(statuses) - passed - unsupported,
+        "unsupported": unsupported,
+    }
+    if predicate["summary"] != counted or observations["summary"] != counted:
+        _refuse("summary", "the statuses do not add up to the summary")
     seen = observations["containment"]
     for name in ("engine", "contained"):
         if predicate["containment"][name] != seen[name]:
@@ -67,8 +74,6 @@ def _check_statement(
 
 
 def _check_crate(members: Mapping[str, bytes]) -> None:
-    from attnrepro import jsonio
-
     crate = jsonio.loads(members[rocrate.NAME], what=rocrate.NAME)
     graph = crate.get("@graph") if isinstance(crate, dict) else None
     if not isinstance(graph, list) or not all(isinstance(item, dict) for item in graph):
@@ -101,35 +106,19 @@ def _check_cells(manifest: Mapping[str, Any], observations: Mapping[str, Any]) -
                 _refuse("cells", f"cell {cell['id']} shows a subject that the manifest lacks")
 
 
-def _check_repeatable(repeatable: Mapping[str, Any], observations: Mapping[str, Any]) -> None:
+def _check_repeatable(claimed: Mapping[str, Any], observations: Mapping[str, Any]) -> None:
     """What the repeatable part claims must have been seen: bits, probes, kernels."""
-    seen = {
-        (cell["id"], subject["subject"]): subject
-        for cell in observations["cells"]
-        for subject in cell["subjects"]
-    }
-    for key, digests in _pairs(repeatable["outputs"]["digests"]):
-        bits = seen.get(key, {}).get("bits")
-        if bits is None or bits["claimed"] != "bitwise":
-            _refuse("outputs", f"{_at(key)}: digests without a claim to repeat bit for bit")
-        for tensor, digest in digests.items():
-            if bits["observed"].get(tensor) != "repeats" or bits["digests"].get(tensor) != digest:
-                _refuse("outputs", f"{_at(key)}: {tensor} was not seen to repeat with this digest")
-    for key, probes in _pairs(repeatable["semantics"]["probes"]):
-        observed = seen.get(key, {}).get("probes")
-        if observed is None or probes["set"] != {
-            name: probe["observed"] for name, probe in observed["set"].items()
-        }:
-            _refuse("semantics", f"{_at(key)}: the probes' hashes are not those observed")
-        if probes["levels"] != {level["name"]: level["chosen"] for level in observed["levels"]}:
-            _refuse("semantics", f"{_at(key)}: the level probes chose otherwise")
-    for key, execution in _pairs(repeatable["execution"]):
-        observed = seen.get(key, {}).get("execution")
-        if observed is None:
-            _refuse("execution", f"{_at(key)}: kernels without an observation")
-        for name in ("operators", "plan"):
-            if execution[name] != observed[name]:
-                _refuse("execution", f"{_at(key)}: the {name} are not those observed")
+    cells = observations["cells"]
+    known = {cell["id"] for cell in cells}
+    # Inputs and work follow from the manifest, the rest from the observations alone.
+    expected = repeatable.build([], cells, {})
+    if not set(claimed["inputs"]) | set(claimed["semantics"]["work"]) <= known:
+        _refuse("inputs", "repeatable.json names a cell that was not run")
+    if claimed["semantics"]["probes"] != expected["semantics"]["probes"]:
+        _refuse("semantics", "the probes of repeatable.json are not those observed")
+    for section in ("outputs", "execution"):
+        if claimed[section] != expected[section]:
+            _refuse(section, f"the section {section} of repeatable.json is not what was observed")
 
 
 def _check_status(where: str, subject: Mapping[str, Any]) -> None:
@@ -138,6 +127,8 @@ def _check_status(where: str, subject: Mapping[str, Any]) -> None:
     if status != "PASS":
         if not subject["reason"]:
             _refuse("status", f"{where}: {status} without a reason")
+        if status in results.UNTIMED and subject["timing"]:
+            _refuse("status", f"{where}: {status} with times, which then say nothing about it")
         return
     oracle = subject.get("oracle", [])
     if not oracle:
@@ -165,16 +156,6 @@ def _subjects(observations: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[st
     for cell in observations["cells"]:
         for subject in cell["subjects"]:
             yield f"cell {cell['id']}, {subject['subject']}", subject
-
-
-def _pairs(table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], Any]]:
-    for cell, subjects in table.items():
-        for subject, value in subjects.items():
-            yield (cell, subject), value
-
-
-def _at(key: tuple[str, str]) -> str:
-    return f"cell {key[0]}, {key[1]}"
 
 
 def _refuse(rule: str, message: str) -> NoReturn:

@@ -13,10 +13,12 @@ import secrets
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro import files
+from attnrepro.artifact import trust
 from attnrepro.artifact.public_key import Algorithm, PublicKey, checked, low_s
 from attnrepro.errors import Rejected, UsageError
 
@@ -61,6 +63,8 @@ def load_or_create_signer(
 ) -> tuple[Signer, bool]:
     """The user's signer, and whether it was made just now.
 
+    A key that is made here enters the user's trust file as owner `self`.
+
     Args:
         passphrase: asked only where the key is encrypted and the variable is not set.
 
@@ -75,7 +79,45 @@ def load_or_create_signer(
     signer = generate(Algorithm.ED25519)
     if not store_signer(signer, path, passphrase=os.environ.get(PASSPHRASE_VARIABLE)):
         return load_signer(path, passphrase), False  # another process was faster
+    trust_self(signer.public)
     return signer, True
+
+
+def trust_self(key: PublicKey) -> None:
+    """Enter a key into the user's trust file as owner `self`. Raises UsageError."""
+    entry = trust.TrustedKey(
+        owner=trust.SELF, key=key, added=datetime.now(UTC).replace(microsecond=0)
+    )
+    trust.save(trust.load().with_key(entry))
+
+
+def create(algorithm: Algorithm, *, passphrase: str | None) -> Signer:
+    """Make the user's key and trust it as `self`. Raises UsageError where there is one already."""
+    signer, path = generate(algorithm), key_path()
+    if not store_signer(signer, path, passphrase=passphrase):
+        message = f"there is a key already: {path}"
+        hint = (
+            f"to replace it, move it away first; old artifacts stay valid; or set ${KEY_VARIABLE}"
+        )
+        raise UsageError(message, hint=hint)
+    trust_self(signer.public)
+    return signer
+
+
+def adopt(path: Path, passphrase: Callable[[], str] | None = None) -> Signer:
+    """Use an existing private key (by a link to it) and trust it as `self`. Raises UsageError."""
+    signer, own = load_signer(path, passphrase), key_path()
+    try:
+        own.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own.symlink_to(path.resolve())
+    except FileExistsError:
+        message = f"there is a key already: {own}"
+        raise UsageError(message, hint="move it away first") from None
+    except OSError as error:
+        message = f"cannot link {own} to {path}: {error.strerror}"
+        raise UsageError(message, hint=f"set ${KEY_VARIABLE}={path} instead") from None
+    trust_self(signer.public)
+    return signer
 
 
 def generate(algorithm: Algorithm) -> Signer:

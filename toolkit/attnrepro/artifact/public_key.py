@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 from attnrepro.artifact.edwards import is_sound_key
 from attnrepro.errors import Rejected
@@ -144,17 +144,6 @@ def checked(key: object) -> PublicKey:
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
     return PublicKey(algorithm=algorithm, der=der)
-
-
-def pem_name(algorithm: Algorithm) -> str:
-    """The algorithm in words, for a terminal."""
-    match algorithm:
-        case Algorithm.ED25519:
-            return "Ed25519"
-        case Algorithm.P256:
-            return "ECDSA P-256"
-        case _ as unreachable:
-            assert_never(unreachable)
 
 
 def _check_low_s(signature: bytes) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from attnrepro import results
 from attnrepro.compare import published, statistics
 from attnrepro.errors import Rejected
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 FOLDER: Final = "samples/"
 _LARGEST: Final = 2**53 - 1
@@ -83,24 +84,22 @@ def _decode(data: bytes, name: str) -> list[int]:
 def _check_comparisons(
     cell: Mapping[str, Any], subject: Mapping[str, Any], confidence: float
 ) -> None:
-    timings = {other["subject"]: other["timing"] for other in cell["subjects"]}
-    for claim in subject["comparisons"]:
-        clock, baseline = claim["clock"], claim["baseline"]
-        where = f"cell {cell['id']}, {subject['subject']} against {baseline}, clock {clock}"
-        if clock not in subject["timing"] or clock not in timings.get(baseline, {}):
-            _refuse("comparison", f"{where}: there are no times to compare")
-        expected = statistics.compare(
-            _medians(subject["timing"][clock]),
-            _medians(timings[baseline][clock]),
-            confidence=confidence,
-        ).document(clock=clock, baseline=baseline)
-        if claim != expected:
-            names = [name for name in expected if claim.get(name) != expected[name]]
-            _refuse("comparison", f"{where}: {names[0]} is not what the launches give")
-
-
-def _medians(timing: Mapping[str, Any]) -> Sequence[int]:
-    return published.launch_medians(timing)
+    """Every candidate against every baseline, none left out and none added."""
+    where = f"cell {cell['id']}, {subject['subject']}"
+    expected = []
+    for baseline in cell["subjects"]:
+        pair = (subject, baseline)
+        if (subject["role"], baseline["role"]) != ("candidate", "baseline") or any(
+            side["status"] not in results.COMPARABLE for side in pair
+        ):
+            continue
+        for clock in sorted(set(subject["timing"]) & set(baseline["timing"])):
+            medians = [published.launch_medians(side["timing"][clock]) for side in pair]
+            found = statistics.compare(*medians, confidence=published.decimal_text(confidence))
+            if found.ratio is not None:
+                expected.append(found.document(clock=clock, baseline=baseline["subject"]))
+    if subject["comparisons"] != expected:
+        _refuse("comparison", f"{where}: the comparisons are not what the launches give")
 
 
 def _same(where: str, claim: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

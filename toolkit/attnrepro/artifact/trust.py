@@ -141,20 +141,24 @@ def trust_path() -> Path:
     return files.state_dir() / "trust.json"
 
 
-def load(path: Path | None = None) -> TrustStore:
-    """Read a trust file; the user's own, which may be missing, where no path is given.
+def load(path: Path | None = None, *, missing_ok: bool = False) -> TrustStore:
+    """Read a trust file.
+
+    Args:
+        path: the file; None is the user's own, which may be missing.
+        missing_ok: whether a named file may be missing as well.
 
     Raises:
         InvalidDocument: any rule broken, a key of small order and a key under two owners included:
             a trust file is taken whole or not at all.
         UsageError: unreadable, or the named file is not there.
     """
-    named = path is not None
+    missing_ok = missing_ok or path is None
     path = path or trust_path()
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        if not named:
+        if missing_ok:
             return TrustStore()
         message = f"the trust file {path} is not there"
         raise UsageError(message, hint="attnrepro trust add makes one") from None

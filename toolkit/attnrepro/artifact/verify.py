@@ -199,6 +199,16 @@ def support(
     return Support(owners=tuple(owners), independent=tuple(independent), ignored=tuple(ignored))
 
 
+def check_threshold(backing: Support, store: TrustStore) -> None:
+    """Raises Rejected (`trust.threshold`) where fewer owners stand behind it than asked for."""
+    if len(backing.owners) < store.threshold:
+        _refuse(
+            "trust.threshold",
+            f"your trust file asks for {store.threshold} distinct owners; "
+            f"{len(backing.owners)} signed about this content (give more with --rerun)",
+        )
+
+
 def _same(first: str | None, second: str | None) -> bool:
     return first is not None and second is not None and first.casefold() == second.casefold()
 

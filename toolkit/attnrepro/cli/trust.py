@@ -1,0 +1,102 @@
+"""`attnrepro trust add | list | revoke`: the keys that you trust."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnrepro.artifact import trust
+from attnrepro.artifact.find_key import find_key
+from attnrepro.cli.output import emit
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Add, list or revoke the keys that you trust.",
+)
+
+_File = Annotated[
+    Path | None,
+    typer.Option("--trust", help="Another trust file than your own."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+
+
+@app.command("add")
+def add(
+    key: Annotated[
+        str,
+        typer.Argument(
+            help="A public key (PEM or OpenSSH), an artifact signed by it, or the name of a "
+            "known key."
+        ),
+    ],
+    owner: Annotated[str, typer.Option(help="Who holds the key.")],
+    until: Annotated[
+        datetime | None,
+        typer.Option(formats=["%Y-%m-%d"], help="Last day on which it is valid (UTC)."),
+    ] = None,
+    trust_file: _File = None,
+    as_json: _Json = False,
+) -> None:
+    """Trust a key from now on. Compare the printed fingerprint with what its owner tells you."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    entry = trust.TrustedKey(
+        owner=owner,
+        key=find_key(key),
+        added=now,
+        not_after=until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None,
+    )
+    store = trust.load(trust_file, missing_ok=True).with_key(entry)
+    trust.save(trust.parse(store.to_bytes()), trust_file)
+    found = _entry(entry, now)
+    emit(found, as_json=as_json, text=lambda: f"trusted from now on: {_line(found)}")
+
+
+@app.command("list")
+def list_(trust_file: _File = None, as_json: _Json = False) -> None:
+    """List trusted and revoked keys, and the keys that ship with attnrepro (known, not trusted)."""
+    now, store = datetime.now(UTC), trust.load(trust_file)
+    entries = [_entry(entry, now) for entry in store.keys]
+    known = trust.known_keys()
+    found = {"threshold": store.threshold, "keys": entries, "known": known}
+    lines = [_line(entry) for entry in entries] or ["no key is trusted yet"]
+    lines += [f"{'known, not trusted':<20}{name}  sha256:{key}" for key, name in known.items()]
+    emit(found, as_json=as_json, text=lambda: "\n".join(lines))
+
+
+@app.command("revoke")
+def revoke(
+    fingerprint: Annotated[str, typer.Argument(help="At least 8 digits of its fingerprint.")],
+    reason: Annotated[str, typer.Option(help="Why; shown when an artifact of it is verified.")],
+    trust_file: _File = None,
+    as_json: _Json = False,
+) -> None:
+    """Reject every artifact of a key from now on, whenever it was made."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    prefix = fingerprint.removeprefix("sha256:")
+    store = trust.load(trust_file).with_revoked(prefix, reason=reason, now=now)
+    trust.save(trust.parse(store.to_bytes()), trust_file)
+    revoked = next(e for e in store.keys if e.key.fingerprint.startswith(prefix.lower()))
+    found = _entry(revoked, now)
+    emit(found, as_json=as_json, text=lambda: _line(found))
+
+
+def _entry(entry: trust.TrustedKey, now: datetime) -> dict[str, Any]:
+    return {
+        "owner": entry.owner,
+        "fingerprint": entry.key.fingerprint,
+        "algorithm": entry.key.algorithm.value,
+        "standing": entry.standing(now).value,
+        "reason": entry.revoked_reason,
+    }
+
+
+def _line(found: dict[str, Any]) -> str:
+    reason = f" ({found['reason']})" if found["reason"] else ""
+    return f"{found['standing'] + reason:<20}{found['owner']}  sha256:{found['fingerprint']}"

@@ -1,0 +1,70 @@
+"""From a backend's name to its adapter, which alone is imported."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from attnrepro_runner.backends.base import Unsupported
+
+if TYPE_CHECKING:
+    from attnrepro_runner.backends.base import Backend
+
+_PACKAGE = "attnrepro_runner.backends"
+
+BACKENDS = {
+    "eager": ("eager", "EagerBackend"),
+    "sdpa.math": ("sdpa", "SdpaMath"),
+    "sdpa.flash": ("sdpa", "SdpaFlash"),
+    "sdpa.efficient": ("sdpa", "SdpaEfficient"),
+    "sdpa.cudnn": ("sdpa", "SdpaCudnn"),
+    "flex": ("flex", "FlexBackend"),
+}
+"""Backend name to (module, class) in this package."""
+
+_PARTS = (
+    "availability",
+    "check",
+    "consumed",
+    "memory_order",
+    "patterns",
+    "prepare",
+    "name",
+    "empty_row_lse",
+    "option_names",
+)
+
+
+def load(name: str, adapter: str | None = None) -> Backend:
+    """Return the adapter of a backend.
+
+    Args:
+        name: as the manifest spells it.
+        adapter: module that the subject's own image carries; its `BACKEND` is used instead of a
+            built-in adapter, and must bear the name.
+
+    Raises:
+        Unsupported: no such backend, or the module is not a whole adapter.
+
+    """
+    if adapter is None:
+        if name not in BACKENDS:
+            message = f"no backend {name!r}; this runner knows {', '.join(sorted(BACKENDS))}"
+            raise Unsupported(message)
+        module_name, class_name = BACKENDS[name]
+        module = importlib.import_module(f"{_PACKAGE}.{module_name}")
+        return cast("Backend", getattr(module, class_name)())
+    try:
+        backend = getattr(importlib.import_module(adapter), "BACKEND", None)
+    except ImportError as error:
+        message = f"the adapter module {adapter} cannot be imported: {error}"
+        raise Unsupported(message) from error
+    missing = [part for part in _PARTS if not hasattr(backend, part)]
+    if missing:
+        message = f"{adapter}.BACKEND lacks {', '.join(missing)}"
+        raise Unsupported(message)
+    found = cast("Backend", backend)
+    if found.name != name:
+        message = f"{adapter}.BACKEND is named {found.name!r}, the manifest asks for {name!r}"
+        raise Unsupported(message)
+    return found

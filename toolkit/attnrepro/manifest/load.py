@@ -1,0 +1,147 @@
+"""Reading a manifest: strict JSON, schema, defaults, meaning; every problem at once.
+
+manifest = load(Path("manifest.json"))
+manifest.sha256, len(manifest.cells)
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import stat
+from typing import TYPE_CHECKING, Any, Final
+
+from attnrepro import jsonio, schema
+from attnrepro.errors import InvalidDocument, Problem, UsageError
+from attnrepro.manifest import cells, contract, defaults, foreign, semantics
+from attnrepro.manifest.model import ImageRef, Manifest, Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from attnrepro.jsonio import JsonObject
+
+MAX_BYTES: Final = 1 << 20
+"""Longest manifest file."""
+
+
+def load(
+    source: Path | bytes, *, newest: Callable[[str], str | None] = defaults.shipped_revision
+) -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        source: File or bytes of at most `MAX_BYTES`.
+        newest: Gives the revision that an image without one means.
+
+    Raises:
+        InvalidDocument: with all problems.
+        UsageError: the file cannot be read.
+
+    """
+    data, what = (source, "the manifest") if isinstance(source, bytes) else _read(source)
+    document = defaults.plain(jsonio.loads(data, what=what))
+    problems = [_in_context(p) for p in schema.validate(defaults.KIND, document)]
+    judged = document if not problems else _without(document, problems)
+    if judged is not None:
+        touched = [p.pointer for p in problems]
+        problems += [p for p in _check(judged) if not _concerns(p.pointer, touched)]
+    if problems:
+        number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        message = f"{what} is not a valid manifest: {number}"
+        raise InvalidDocument(message, problems=problems)
+    return _manifest(defaults.canonical(defaults.explicit(document), newest))
+
+
+def _manifest(document: JsonObject) -> Manifest:
+    canonical = jsonio.canonical(document)
+    expanded, _ = cells.expand(document)
+    return Manifest(
+        document=document,
+        canonical=canonical,
+        sha256=hashlib.sha256(canonical).hexdigest(),
+        cells=tuple(expanded),
+        subjects=tuple(
+            Subject(
+                id=subject["id"],
+                backend=subject["backend"],
+                role=subject["role"],
+                options=subject["options"],
+                image=ImageRef.of(subject["image"] or document["image"]),
+                required=subject["required"],
+            )
+            for subject in document["subjects"]
+        ),
+        notes=contract.notes(document, expanded),
+    )
+
+
+def _check(document: Any) -> list[Problem]:
+    """Problems of a schema-valid document beyond its schema."""
+    if problems := cells.check_changes(document):
+        return problems
+    document = defaults.explicit(document)
+    problems = contract.check(document)
+    expanded, wrong = cells.expand(document)
+    if wrong:
+        return problems + wrong
+    problems += semantics.check_cells(expanded, timed=document["timing"]["launches"] > 0)
+    return problems + cells.check_duplicates(expanded) + contract.check_expected(document, expanded)
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            message = f"{path} is not a regular file"
+            raise UsageError(message, hint="name a manifest.json")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror or error}"
+        raise UsageError(message, hint="name a manifest.json that you may read") from None
+    if len(data) > MAX_BYTES:
+        message = f"{path} is longer than {MAX_BYTES} bytes"
+        raise InvalidDocument(message, hint="a manifest is small: put large grids into `sweep`")
+    return data, str(path)
+
+
+def _in_context(problem: Problem) -> Problem:
+    """A schema problem with the reason where a manifest overreaches."""
+    name = problem.pointer.rsplit("/", 1)[-1].lower()
+    fix = problem.fix
+    if problem.found.startswith("an unknown field") and name in foreign.FIXES:
+        fix = foreign.FIXES[name]
+    elif problem.pointer.endswith(("/image", "/image/stack")):
+        fix = "name a stack of this toolkit; an image is never taken by name and tag, which move"
+    elif problem.pointer.endswith("/image/digest"):
+        fix = 'write "sha256:" and the 64 hex digits of the image manifest, or leave it out'
+    return Problem(pointer=problem.pointer, found=problem.found, allowed=problem.allowed, fix=fix)
+
+
+def _without(document: Any, problems: list[Problem]) -> Any | None:
+    """The document without the fields that its schema refuses, so that the rest is judged too.
+
+    None where that does not give a valid document.
+    """
+    document = copy.deepcopy(document)
+    for problem in problems:
+        target = document
+        *parents, name = [
+            part.replace("~1", "/").replace("~0", "~") for part in problem.pointer.split("/")[1:]
+        ] or [""]
+        for parent in parents:
+            if isinstance(target, list) and parent.isdigit() and int(parent) < len(target):
+                target = target[int(parent)]
+            else:
+                target = target.get(parent) if isinstance(target, dict) else None
+        if isinstance(target, dict):
+            target.pop(name, None)
+    return None if schema.validate(defaults.KIND, document) else document
+
+
+def _concerns(pointer: str, touched: list[str]) -> bool:
+    return any(
+        f"{pointer}/".startswith(f"{other}/") or f"{other}/".startswith(f"{pointer}/")
+        for other in touched
+    )

@@ -28,6 +28,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
             {"id": "slow", "backend": "eager", "role": "baseline", "required": True},
         ],
         "timing": {"launches": 5, "tails": [0.9], "confidence": 0.95, "median_ci": 0.005},
+        "inputs": {"expected": {}},
         **changes,
     }
 
@@ -49,7 +50,7 @@ def job(**changes: Any) -> dict[str, Any]:
                 "id": "c000",
                 "label": "forward",
                 "workload": WORKLOAD,
-                "inputs": {"expected": {}},
+                "inputs": {"seed": 2026},
                 "request": None,
                 "subjects": ["fast", "slow"],
             }

@@ -170,8 +170,9 @@ def test_kernels_of_one_name_are_added_up() -> None:
 
 
 def test_unexpected_inputs_are_invalid() -> None:
-    cell = job()["cells"][0] | {"inputs": {"expected": {"forward": {"q": "sha256:" + "0" * 64}}}}
-    found = subject(merged(tasks(), cells=[cell]), "fast")
+    asked = manifest(inputs={"expected": {"forward": {"q": "sha256:" + "0" * 64}}})
+    result = merge(asked, [job()], tasks(), sample_bytes, CONTEXT)
+    found = subject(result, "fast")
     assert (found["status"], found["timing"]) == ("INVALID", {})
 
 
@@ -193,3 +194,12 @@ def test_task_that_ran_elsewhere_says_so() -> None:
 def test_launch_entries_alone_are_no_check() -> None:
     results = [task("launch-0", "launch", 0, [launch_entry("fast", 0)])]
     assert subject(merged(results), "fast")["status"] == "INCONCLUSIVE"
+
+
+def test_work_beyond_exact_doubles_is_written_as_text() -> None:
+    cell = job()["cells"][0]
+    huge = {"seqlen_q": 1 << 24, "seqlen_k": 1 << 24, "heads_q": 64}
+    cell = cell | {"workload": cell["workload"] | huge}
+    work = merged(tasks(), cells=[cell]).repeatable["semantics"]["work"]["c000"]
+    assert work["flops_forward"] == str(4 * 64 * 32 * 2**48)
+    assert work["pairs"] == 2**48

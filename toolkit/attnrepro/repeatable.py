@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attnrepro.jsonio import MAX_INTEGER
 from attnrepro_runner.semantics import Workload
 from attnrepro_runner.work import BYTES_FORMULA, FLOPS_FORMULA, PAIRS_FORMULA, work_of
 
@@ -85,9 +86,14 @@ def _work(workload: Mapping[str, Any]) -> JsonObject:
     work = work_of(Workload.parse(workload))
     return {
         "formula": f"{PAIRS_FORMULA} {FLOPS_FORMULA} {BYTES_FORMULA}",
-        "pairs": work.pairs,
-        "flops_forward": work.flops_forward,
-        "flops_backward": work.flops_backward,
-        "bytes_forward": work.bytes_forward,
-        "bytes_backward": work.bytes_backward,
+        "pairs": _count(work.pairs),
+        "flops_forward": _count(work.flops_forward),
+        "flops_backward": _count(work.flops_backward),
+        "bytes_forward": _count(work.bytes_forward),
+        "bytes_backward": _count(work.bytes_backward),
     }
+
+
+def _count(value: int) -> int | str:
+    """A string where JSON readers that keep numbers as doubles would round it."""
+    return value if value <= MAX_INTEGER else str(value)

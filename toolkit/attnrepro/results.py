@@ -98,6 +98,7 @@ def merge(
     results = sorted(tasks, key=lambda task: (task["started_ns"], task["task"]))
     timing = manifest["timing"]
     declared = {subject["id"]: subject for subject in manifest["subjects"]}
+    expected = manifest["inputs"]["expected"]
     entries = _entries(results)
     unsupported = {
         (item["cell"], item["subject"]): f"{item['reason']} (source: {item['source']})"
@@ -116,7 +117,7 @@ def merge(
             merged = _subject(
                 declared[name], found, unsupported.get(key), _expected_tasks(jobs, name)
             )
-            _check_expected_inputs(merged, cell, found)
+            _check_inputs(merged, expected.get(cell["label"], {}), found)
             merged["timing"] = (
                 {} if merged["status"] in UNTIMED else _timing(found, read_sample, timing, samples)
             )
@@ -225,10 +226,8 @@ def _status(
     return worst[1], worst[2], worst[3]
 
 
-def _check_expected_inputs(
-    merged: JsonObject, cell: Mapping[str, Any], found: Sequence[Entry]
-) -> None:
-    expected = cell["inputs"].get("expected", {}).get(cell["label"], {})
+def _check_inputs(merged: JsonObject, expected: Mapping[str, str], found: Sequence[Entry]) -> None:
+    """Hold the inputs' digests against those that the manifest expects."""
     for tensor, digest in expected.items():
         for _, entry in found:
             seen = entry.get("inputs", {}).get(tensor)

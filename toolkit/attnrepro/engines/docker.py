@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    import requests
+
     from attnrepro.engines.base import ContainerSpec, ExitStatus, ImageIdentity
 
 _CALL_SECONDS: Final = 30
 """Limit of one ordinary call; loading an image and waiting have none."""
+_ANY_API: Final = "1.44"
+"""Spelt only to ask, without a version in the path, which API version the daemon speaks."""
 _DEFAULT_SOCKET: Final = "unix:///var/run/docker.sock"
 _START_HINT: Final = (
     "start Docker (systemctl start docker), point DOCKER_HOST at its socket, join the group that "
@@ -32,6 +36,7 @@ class _Api(Protocol):
     """What we call of `docker.APIClient`, whose own types are partial."""
 
     timeout: int | None
+    hooks: dict[str, list[Callable[..., None]]]
 
     def attach(
         self, container: str, *, stdout: bool, stderr: bool, stream: bool
@@ -47,6 +52,7 @@ class _Api(Protocol):
     def remove_container(self, container: str, *, force: bool, v: bool) -> None: ...
     def remove_image(self, image: str, *, force: bool) -> None: ...
     def start(self, container: str) -> None: ...
+    def version(self, *, api_version: bool) -> dict[str, Any]: ...
     def wait(self, container: str) -> dict[str, Any]: ...
 
 
@@ -58,6 +64,7 @@ class DockerEngine:
     def __init__(self, url: str | None = None) -> None:
         """Talk to `url`, else DOCKER_HOST, else the current context, else the default socket."""
         self._url = url or endpoint()
+        self._api: str | None = None
         self._facts: EngineFacts | None = None
         self._info: Mapping[str, Any] = {}
 
@@ -85,7 +92,12 @@ class DockerEngine:
         want = identity.manifest_digest if containerd else identity.config_digest
         found = self._image_id(want)
         if found is None:
-            self._load(identity)
+            try:
+                self._load(identity)
+            except BaseException:
+                # The containerd store keeps the name of an image whose layers it never got.
+                self.remove_image(identity)
+                raise
             found = self._image_id(want)
         if found != want:
             other = found or self._image_id(identity.name) or "nothing"
@@ -101,11 +113,12 @@ class DockerEngine:
         config = container_config(spec, image, self.facts())
         with closed.ended_by_signals():
             self._remove_orphans()
-            try:
-                return self._run(spec, config, log, stop)
-            finally:
-                with closed.signals_held():
-                    self._remove(spec.name)
+            with self._client() as client, self._client(timeout=None) as streams:
+                try:
+                    return self._run(spec, config, log, stop, client, streams)
+                finally:
+                    with closed.signals_held():
+                        self._remove(spec.name)
 
     def remove_image(self, identity: ImageIdentity) -> None:
         """See `Engine.remove_image`."""
@@ -122,42 +135,50 @@ class DockerEngine:
         config: dict[str, Any],
         log: Path,
         stop: Callable[[], bool] | None,
+        client: _Api,
+        streams: _Api,
     ) -> ExitStatus:
-        with self._client() as client, self._client(timeout=None) as streams:
+        from docker.errors import NotFound
+
+        try:
             made = client.create_container_from_config(config, spec.name)
-            container = str(made["Id"])
-            output = streams.attach(container, stdout=True, stderr=True, stream=True)
-            copy = closed.LogCopy(output, log)
-            copy.start()
-            began = time.monotonic_ns()
-            client.start(container)
-            waiter = _Waiter(self._url, container)
-            waiter.start()
-            limit = spec.timeout_seconds
-            ending = closed.watch(
-                waiter.done,
-                deadline_ns=None if limit is None else began + int(limit * 1e9),
-                stop=stop,
-            )
-            if ending != "done":
-                with suppress(Exception):  # it may have ended by itself meanwhile
-                    client.kill(container)
-                waiter.done.wait(_CALL_SECONDS)
-            duration = time.monotonic_ns() - began
-            if waiter.error is not None:
-                raise waiter.error
-            copy.finish()
-            state = client.inspect_container(container)["State"]
-            facts = closed.gpu_facts(spec)
-            if made.get("Warnings"):
-                facts["warnings"] = " ".join(made["Warnings"])
-            return closed.status_of(
-                ending,
-                int(state["ExitCode"]),
-                oom_killed=bool(state["OOMKilled"]),
-                duration_ns=duration,
-                facts=facts,
-            )
+        except NotFound as error:
+            # A load that was killed half-way leaves an image without its layers.
+            self.remove_image(spec.image)
+            message = f"Docker's copy of {spec.image.name} is incomplete: {error.explanation}"
+            raise Unavailable(message, hint="start it again: the image is loaded anew") from None
+        container = str(made["Id"])
+        copy = closed.LogCopy(streams.attach(container, stdout=True, stderr=True, stream=True), log)
+        copy.start()
+        began = time.monotonic_ns()
+        client.start(container)
+        waiter = _Waiter(self._url, self._api or _ANY_API, container)
+        waiter.start()
+        limit = spec.timeout_seconds
+        ending = closed.watch(
+            waiter.done,
+            deadline_ns=None if limit is None else began + int(limit * 1e9),
+            stop=stop,
+        )
+        if ending != "done":
+            with suppress(Exception):  # it may have ended by itself meanwhile
+                client.kill(container)
+            waiter.done.wait(_CALL_SECONDS)
+        duration = time.monotonic_ns() - began
+        if waiter.error is not None:
+            raise waiter.error
+        copy.finish()
+        state = client.inspect_container(container)["State"]
+        facts = closed.gpu_facts(spec)
+        if made.get("Warnings"):
+            facts["warnings"] = " ".join(made["Warnings"])
+        return closed.status_of(
+            ending,
+            int(state["ExitCode"]),
+            oom_killed=bool(state["OOMKilled"]),
+            duration_ns=duration,
+            facts=facts,
+        )
 
     def _image_id(self, reference: str) -> str | None:
         from docker.errors import ImageNotFound
@@ -199,12 +220,13 @@ class DockerEngine:
         from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
         try:
-            client = _connect(self._url)
-            client.timeout = timeout
-            try:
+            if self._api is None:
+                # Not the SDK's own "auto", which leaks its connection where the answer is bad.
+                with _connection(self._url, _ANY_API) as client:
+                    self._api = str(client.version(api_version=False)["ApiVersion"])
+            with _connection(self._url, self._api) as client:
+                client.timeout = timeout
                 yield client
-            finally:
-                client.close()
         except (NotFound, ImageNotFound):
             raise
         except APIError as error:
@@ -218,9 +240,10 @@ class DockerEngine:
 class _Waiter(threading.Thread):
     """Blocks in Docker's own wait call, so that the main thread can watch time and signals."""
 
-    def __init__(self, url: str, container: str) -> None:
+    def __init__(self, url: str, api: str, container: str) -> None:
         super().__init__(name="attnrepro-wait", daemon=True)
         self._url = url
+        self._api = api
         self._container = container
         self.done = threading.Event()
         self.error: Unavailable | None = None
@@ -228,11 +251,9 @@ class _Waiter(threading.Thread):
     def run(self) -> None:
         """Wait; an engine that goes away meanwhile is an error, not an exit code."""
         try:
-            client = _connect(self._url)
-            try:
+            with _connection(self._url, self._api) as client:
+                client.timeout = None
                 client.wait(self._container)
-            finally:
-                client.close()
         except Exception as error:
             # Any failure to wait means that the engine is gone: sockets, HTTP, JSON or API.
             self.error = Unavailable(
@@ -242,10 +263,20 @@ class _Waiter(threading.Thread):
             self.done.set()
 
 
-def _connect(url: str) -> _Api:
+@contextmanager
+def _connection(url: str, api: str) -> Iterator[_Api]:
     import docker
 
-    return cast("_Api", docker.APIClient(base_url=url, version="auto", timeout=_CALL_SECONDS))
+    client = cast("_Api", docker.APIClient(base_url=url, version=api, timeout=_CALL_SECONDS))
+    # The SDK leaves a stream's connection to the garbage collector; we close what came.
+    responses: list[requests.Response] = []
+    client.hooks["response"].append(lambda response, **_: responses.append(response))
+    try:
+        yield client
+    finally:
+        for response in responses:
+            response.close()
+        client.close()
 
 
 def endpoint() -> str:

@@ -132,6 +132,7 @@ class PodmanEngine:
         with subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            env=_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -204,6 +205,7 @@ class PodmanEngine:
             done = subprocess.run(
                 [self._program, *options, *arguments],
                 stdin=subprocess.DEVNULL,
+                env=_environment(),
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -343,3 +345,10 @@ def _systemd() -> bool:
     if os.getuid() == 0:
         return Path("/run/systemd/system").is_dir()
     return Path(os.environ.get("XDG_RUNTIME_DIR", "/nonexistent"), "systemd").is_dir()
+
+
+def _environment() -> dict[str, str]:
+    # Nothing is pulled, so no credentials are read; podman fails where DOCKER_CONFIG names a folder
+    # without config.json.
+    dropped = ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE")
+    return {name: value for name, value in os.environ.items() if name not in dropped}

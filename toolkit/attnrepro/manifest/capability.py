@@ -1,0 +1,221 @@
+"""What a stack's kernel releases claim, and whether that covers a call.
+
+Claims are data (schema/claims.schema.json) with a source and a date. They are judged before
+anything is launched; whether they are true is what probes and oracle test.
+
+    capability = Capability.load(folder_of_the_stack)
+    decide(cell, subject, capability, Device(vendor="cpu"))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
+
+from attnrepro import jsonio, resources, schema
+from attnrepro.errors import InvalidDocument, Problem
+from attnrepro.manifest import callfacts
+from attnrepro.schema_words import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from attnrepro.jsonio import JsonObject
+    from attnrepro.manifest.callfacts import Fact
+    from attnrepro.manifest.model import Cell, Subject
+
+KIND = "claims"
+_FILE = "claims.json"
+_WRONG_DEVICE = 100
+"""Weight of a wrong device among misses: such a claim's other misses say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where a cell is to run."""
+
+    vendor: str
+    architectures: tuple[str, ...] = ()
+    """Those it may be; empty where it is not known, and no claim is refused for it then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supported:
+    """The release claims the call."""
+
+    release: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsupported:
+    """The release does not claim the call, or silently does less."""
+
+    reason: str
+    source: str
+
+
+Decision: TypeAlias = Supported | Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """The claims of one stack."""
+
+    stack: str
+    claims: tuple[JsonObject, ...]
+    """With every default explicit."""
+
+    @classmethod
+    def load(cls, folder: Path, *, name: str | None = None) -> Capability:
+        """Read the claims.json of a stack's folder and what it includes.
+
+        A stack that extends a shipped one has that one's claims as well.
+
+        Raises:
+            InvalidDocument: a file is missing or not valid; all problems of it.
+
+        """
+        claims = [*_read(folder / _FILE)]
+        if (base := _base_of(folder)) is not None:
+            claims += _read(base / _FILE)
+        return cls(stack=name or f"{folder.parent.name}/{folder.name}", claims=tuple(claims))
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Backends that some claim is about, sorted."""
+        return tuple(sorted({claim["backend"] for claim in self.claims}))
+
+
+def decide(cell: Cell, subject: Subject, capability: Capability, device: Device) -> Decision:
+    """Whether some claim covers a cell of a subject; if none, the reason of the nearest one."""
+    return _decide(
+        subject.backend, callfacts.of_call(cell.parsed, subject.options), capability, device
+    )
+
+
+def uncompared(
+    cell: Cell, subjects: Sequence[Subject], capability: Capability, device: Device
+) -> tuple[str, ...]:
+    """Backends of the stack that claim the cell and are no subject of it.
+
+    A baseline beside which they were left out is a weak one.
+    """
+    named = {subject.backend for subject in subjects}
+    facts = callfacts.of_call(cell.parsed, {})
+    return tuple(
+        backend
+        for backend in capability.backends
+        if backend not in named
+        and isinstance(_decide(backend, facts, capability, device), Supported)
+    )
+
+
+def _decide(
+    backend: str, facts: dict[str, Fact], capability: Capability, device: Device
+) -> Decision:
+    nearest: tuple[int, Unsupported] | None = None
+    for claim in capability.claims:
+        if claim["backend"] != backend:
+            continue
+        misses = [*_device_misses(claim, device)]
+        weight = _WRONG_DEVICE * len(misses)
+        if not misses:
+            facts["vendor"] = device.vendor
+            facts["architecture"] = device.architectures
+            misses = [*_misses(claim, facts)]
+            weight = len(misses)
+        if not misses:
+            return Supported(release=claim["release"], source=claim["source"])
+        if nearest is None or weight < nearest[0]:
+            nearest = weight, misses[0]
+    if nearest is not None:
+        return nearest[1]
+    meant = did_you_mean(backend, capability.backends)
+    known = f'did you mean "{meant}"?' if meant else f"it has {', '.join(capability.backends)}"
+    return Unsupported(
+        reason=f'the stack {capability.stack} claims no backend "{backend}"; {known}',
+        source=f"{_FILE} of {capability.stack}",
+    )
+
+
+def _device_misses(claim: JsonObject, device: Device) -> Iterator[Unsupported]:
+    if device.vendor not in claim["vendors"]:
+        yield _miss(claim, f"runs on {_list(claim['vendors'])}, not on {device.vendor}")
+    known, asked = claim["architectures"], device.architectures
+    if known and asked and not set(known) & set(asked):
+        yield _miss(claim, f"has kernels for {_list(known)}, not for {_list(asked)}")
+
+
+def _misses(claim: JsonObject, facts: dict[str, Fact]) -> Iterator[Unsupported]:
+    for rule in claim["ignores"]:
+        if callfacts.holds(rule["when"], facts):
+            yield _miss(
+                claim, f"takes {rule['what']} and silently ignores it: {rule['reason']}", rule
+            )
+    for what, allowed in callfacts.unmet(claim, facts):
+        yield _miss(claim, f"does not claim {what}" + (f" (claimed: {allowed})" if allowed else ""))
+    for rule in claim["refuses"]:
+        if callfacts.holds(rule["when"], facts):
+            yield _miss(claim, rule["reason"], rule)
+
+
+def _miss(claim: JsonObject, reason: str, rule: JsonObject | None = None) -> Unsupported:
+    source = (rule or {}).get("source") or claim["source"]
+    return Unsupported(
+        reason=f"{claim['backend']} of {claim['release']}: {reason}",
+        source=f"{source} ({claim['date']})",
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _read(path: Path) -> tuple[JsonObject, ...]:
+    document = _read_file(path, path.stat().st_mtime_ns if path.is_file() else 0)
+    claims = list(document["claims"])
+    for name in document["include"]:
+        included = resources.images_dir() / "claims" / f"{name}.json"
+        claims += _read(included)
+    return tuple(claims)
+
+
+@lru_cache(maxsize=64)
+def _read_file(path: Path, _changed: int) -> JsonObject:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        message = f"cannot read the capability data {path}: {error.strerror or error}"
+        raise InvalidDocument(
+            message,
+            problems=[
+                Problem(
+                    pointer="",
+                    found="no file",
+                    allowed="a file of claims",
+                    fix="add it, or take it out of `include`",
+                )
+            ],
+        ) from None
+    document = jsonio.loads(data, what=str(path))
+    if problems := schema.validate(KIND, document):
+        message = f"{path} is not valid capability data: {len(problems)} problems"
+        raise InvalidDocument(message, problems=problems)
+    return schema.with_defaults(KIND, document)
+
+
+def _base_of(folder: Path) -> Path | None:
+    """Folder of the shipped stack that the stack in `folder` extends."""
+    image = folder / "image.json"
+    if not image.is_file():
+        return None
+    extends = jsonio.loads(image.read_bytes(), what=str(image)).get("extends")
+    if extends is None:
+        return None
+    from attnrepro.manifest.defaults import shipped_revision
+
+    name, _, revision = str(extends).partition("@")
+    return resources.images_dir() / name / (revision or shipped_revision(name) or "r1")

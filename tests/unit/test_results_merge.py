@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,3 +204,10 @@ def test_work_beyond_exact_doubles_is_written_as_text() -> None:
     work = merged(tasks(), cells=[cell]).repeatable["semantics"]["work"]["c000"]
     assert work["flops_forward"] == str(4 * 64 * 32 * 2**48)
     assert work["pairs"] == 2**48
+
+
+def test_ended_container_is_told_of_what_it_left_undone() -> None:
+    context = replace(CONTEXT, missing=("TIMEOUT", "the run's limit of 5 s was reached"))
+    found = subject(merge(manifest(), [job()], tasks(launches=2), sample_bytes, context), "fast")
+    assert (found["status"], found["place"]) == ("TIMEOUT", "launch-2, launch-3, launch-4")
+    assert len(found["timing"]["host"]["launches"]) == 2

@@ -57,6 +57,8 @@ class Context:
     facts: Mapping[str, str]
     uncompared: Mapping[str, Sequence[str]]
     """Cell to backends of its stacks that claim it and were not compared."""
+    missing: tuple[str, str] | None = None
+    """Status and reason of what has no result because the whole container was ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +117,13 @@ def merge(
                 continue
             found = entries.get(key, [])
             merged = _subject(
-                declared[name], found, unsupported.get(key), _expected_tasks(jobs, name)
+                declared[name], found, unsupported.get(key), _planned(jobs, name), context.missing
             )
             _check_inputs(merged, expected.get(cell["label"], {}), found)
             merged["timing"] = (
                 {} if merged["status"] in UNTIMED else _timing(found, read_sample, timing, samples)
             )
-            if merged["status"] == "PASS" and _times_missing(merged, jobs, name):
+            if merged["status"] == "PASS" and _times_missing(merged, _planned(jobs, name)):
                 merged |= {"status": "INCONCLUSIVE", "reason": "no usable sample", "place": None}
             subjects.append(merged)
         for subject in subjects:
@@ -164,12 +166,13 @@ def _entries(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list
     return found
 
 
-def _expected_tasks(jobs: Sequence[Mapping[str, Any]], subject: str) -> set[str]:
+def _planned(jobs: Sequence[Mapping[str, Any]], subject: str) -> dict[str, str]:
+    """Tasks of a subject, each with its stage."""
     return {
-        task["id"]
+        task["id"]: task["stage"]
         for job in jobs
         for task in job["tasks"]
-        if subject in task["subjects"] and task["stage"] == "check"
+        if subject in task["subjects"]
     }
 
 
@@ -177,10 +180,11 @@ def _subject(
     declared: Mapping[str, Any],
     found: Sequence[Entry],
     unsupported: str | None,
-    checks: set[str],
+    planned: Mapping[str, str],
+    missing: tuple[str, str] | None,
 ) -> JsonObject:
     """Status and evidence of one subject in one cell."""
-    status, reason, place = _status(found, unsupported, checks)
+    status, reason, place = _status(found, unsupported, planned, missing)
     merged: JsonObject = {
         "subject": declared["id"],
         "backend": declared["backend"],
@@ -208,11 +212,15 @@ def _subject(
 
 
 def _status(
-    found: Sequence[Entry], unsupported: str | None, checks: set[str]
+    found: Sequence[Entry],
+    unsupported: str | None,
+    planned: Mapping[str, str],
+    missing: tuple[str, str] | None,
 ) -> tuple[str, str | None, str | None]:
     if unsupported is not None:
         return "UNSUPPORTED", unsupported, "before launch"
     worst: tuple[int, str, str | None, str | None] | None = None
+    done = {task["task"] for task, _ in found}
     for task, entry in found:
         rank = SEVERITY.index(entry["status"])
         if worst is None or rank < worst[0]:
@@ -220,9 +228,12 @@ def _status(
             if entry["status"] != "PASS":
                 reason = f"{task['task']}: {entry['reason'] or 'no reason was given'}"
             worst = (rank, entry["status"], reason, entry["place"])
-    checked = {task["task"] for task, _ in found} & checks
-    if worst is None or (worst[1] == "PASS" and checks and not checked):
-        return "INCONCLUSIVE", "the runner wrote no result for this cell", None
+    lacking = {name: stage for name, stage in planned.items() if name not in done}
+    if worst is None or worst[1] == "PASS":
+        if lacking and missing is not None:
+            return missing[0], missing[1], ", ".join(sorted(lacking))
+        if worst is None or "check" in lacking.values():
+            return "INCONCLUSIVE", "the runner wrote no result for this cell", None
     return worst[1], worst[2], worst[3]
 
 
@@ -276,14 +287,9 @@ def _timing(
     }
 
 
-def _times_missing(merged: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], name: str) -> bool:
+def _times_missing(merged: Mapping[str, Any], planned: Mapping[str, str]) -> bool:
     """Whether the plan times this subject and no clock has a usable sample."""
-    planned = any(
-        task["stage"] == "launch" and name in task["subjects"]
-        for job in jobs
-        for task in job["tasks"]
-    )
-    return planned and not any(
+    return "launch" in planned.values() and not any(
         clock["median"]["value_ns"] is not None for clock in merged["timing"].values()
     )
 

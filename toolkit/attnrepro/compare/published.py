@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro_runner import orderstats
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from attnrepro.jsonio import JsonObject
+
+CLOCKS: Final = ("kernel", "op", "host", "request")
+"""Order in which a clock is taken for the one time that a row shows."""
 
 
 def decode_samples(data: bytes) -> list[int]:
@@ -109,6 +112,11 @@ def clock_timing(
         "interval": widest_interval(sorted(medians), confidence),
         "tails": per_tail,
     }
+
+
+def headline_clock(timing: Mapping[str, Any]) -> str | None:
+    """The clock of which a row shows the time; the others are in `show --csv`."""
+    return next((clock for clock in CLOCKS if clock in timing), None)
 
 
 def launch_medians(timing: Mapping[str, Any]) -> list[int]:

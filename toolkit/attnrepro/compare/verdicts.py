@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.compare import diff, published, scope, statistics
 from attnrepro.compare.diff import Section
-from attnrepro.report.rows import headline_clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -157,7 +156,7 @@ def outputs_identical(original: Side, rerun: Side, *, declared_scope: str) -> Ve
 def performance_consistent(
     original: Side, rerun: Side, *, required: bool, confidence: str
 ) -> Verdict:
-    """Whether no time is shown to differ by more than `CONSISTENCY`, on an equal class of device."""
+    """Whether no time on an equal class of device is shown to differ by more than `CONSISTENCY`."""
     if reason := scope.other_class(original.device_class, rerun.device_class):
         return Verdict(
             result=Result.NOT_COMPARABLE, required=required, reason=f"another device: {reason}"
@@ -216,7 +215,7 @@ def _times(
     }
     for cell in original["cells"]:
         for subject in cell["subjects"]:
-            clock = headline_clock(subject["timing"])
+            clock = published.headline_clock(subject["timing"])
             other = here.get((cell["id"], subject["subject"]))
             if clock is None or other is None or clock not in other["timing"]:
                 continue

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from attnrepro.compare import published
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-CLOCKS: Final = ("kernel", "op", "host", "request")
-"""Order in which a clock is taken for the one time that a row shows."""
 
 HEADINGS: Final = (
     "cell",
@@ -70,11 +69,6 @@ def rows(observations: Mapping[str, Any]) -> list[Row]:
     return [_row(cell, subject) for cell in observations["cells"] for subject in cell["subjects"]]
 
 
-def headline_clock(timing: Mapping[str, Any]) -> str | None:
-    """The clock of which a row shows the time; the others are in `show --csv`."""
-    return next((clock for clock in CLOCKS if clock in timing), None)
-
-
 def duration(ns: int | None) -> str:
     """A time with four significant digits and its unit: 1.234 ms."""
     if ns is None:
@@ -112,7 +106,7 @@ def device_text(device: Mapping[str, Any]) -> str:
 
 def _row(cell: Mapping[str, Any], subject: Mapping[str, Any]) -> Row:
     timing = subject["timing"]
-    clock = headline_clock(timing)
+    clock = published.headline_clock(timing)
     taken: Mapping[str, Any] = timing[clock] if clock else {}
     median = taken["median"]["value_ns"] if clock else None
     return Row(

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from test_run_execute import FakeEngine
+
+from attnrepro.errors import Unavailable
+from attnrepro.placement import list_form, place, spread
+
+
+def asked(**device: Any) -> dict[str, Any]:
+    wanted = {"vendor": "cpu", "threads": 1, "count": 1} | device
+    return {"device": wanted, "limits": {"memory_bytes": 1 << 30}}
+
+
+def test_threads_get_one_core_each() -> None:
+    placement = place(asked(), FakeEngine(), device=None)
+    assert placement.cpuset == str(min(os.sched_getaffinity(0)))
+    assert placement.memory_bytes == 1 << 30
+    assert placement.device_id == "cpu"
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(Unavailable, match="asks for 100000 threads"):
+        place(asked(threads=100000), FakeEngine(), device=None)
+
+
+def test_gpu_needs_an_engine_that_can_give_one() -> None:
+    with pytest.raises(Unavailable, match="cannot give a GPU"):
+        place(asked(vendor="nvidia"), FakeEngine(), device=None)
+
+
+def test_device_of_another_vendor_is_refused() -> None:
+    with pytest.raises(Unavailable, match="asks for a device of nvidia"):
+        place(asked(vendor="nvidia"), FakeEngine(), device="cpu")
+
+
+def test_physical_cores_come_before_their_siblings() -> None:
+    siblings = {0: 0, 1: 1, 2: 0, 3: 1}
+    assert spread([0, 1, 2, 3], 2, siblings=siblings) == [0, 1]
+    assert spread([0, 2, 3], 2, siblings=siblings) == [0, 3]
+    assert spread([0, 1, 2, 3], 3, siblings=siblings) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"), [([0], "0"), ([0, 1, 2, 8], "0-2,8"), ([1, 3, 4], "1,3-4")]
+)
+def test_list_form(cores: list[int], text: str) -> None:
+    assert list_form(cores) == text

@@ -1,0 +1,97 @@
+"""Where on this machine a run takes place: which cores or which GPU, and whose lock."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+from attnrepro.errors import Unavailable
+from attnrepro.execute import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from attnrepro.engines.base import Engine
+    from attnrepro.engines.gpu import EngineDoors
+
+_TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+@runtime_checkable
+class HasDoors(Protocol):
+    """An engine that says how a GPU may enter its containers."""
+
+    def doors(self) -> EngineDoors:
+        """What it offers."""
+        ...
+
+
+def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) -> Placement:
+    """Choose the device that a manifest asks for.
+
+    Args:
+        manifest: canonical.
+        engine: through which it enters.
+        device: `--device`: which one of several (`nvidia:1`); None is the first.
+
+    Raises Unavailable where this machine lacks it.
+    """
+    wanted, memory = manifest["device"], manifest["limits"]["memory_bytes"]
+    if wanted["vendor"] == "cpu":
+        threads = wanted["threads"]
+        cores = sorted(os.sched_getaffinity(0))
+        if threads is not None and threads > len(cores):
+            message = f"the manifest asks for {threads} threads; this process may use {len(cores)}"
+            raise Unavailable(message, hint="run it on a larger machine, or change device.threads")
+        chosen = cores if threads is None else spread(cores, threads)
+        return Placement(device_id="cpu", cpuset=list_form(chosen), memory_bytes=memory, gpu=None)
+    from attnrepro.engines import gpu, gpuhost
+
+    vendor = "rocm" if wanted["vendor"] == "amd" else "nvidia"
+    choice = gpu.parse_device(device or vendor)
+    if choice is None or choice.vendor.value != vendor:
+        message = f"the manifest asks for a device of {wanted['vendor']}, not {device}"
+        raise Unavailable(message, hint=f"--device {vendor}:0")
+    if not isinstance(engine, HasDoors):
+        message = f"the engine {engine.name} cannot give a GPU to a container"
+        raise Unavailable(message, hint="use docker or podman")
+    access = gpu.resolve(choice, gpuhost.read(), engine.doors())
+    return Placement(device_id=access.device_id, cpuset=None, memory_bytes=memory, gpu=access)
+
+
+def spread(cores: list[int], count: int, *, siblings: Mapping[int, int] | None = None) -> list[int]:
+    """`count` logical cores, one of each physical core before a second of any.
+
+    Args:
+        cores: logical cores that may be used, ascending.
+        count: at most their number.
+        siblings: logical core to its physical core's first; read from /sys by default.
+    """
+    first = siblings if siblings is not None else {core: _first_sibling(core) for core in cores}
+    seen: dict[int, int] = {}
+    ranked = []
+    for core in cores:
+        turn = seen.get(first.get(core, core), 0)
+        seen[first.get(core, core)] = turn + 1
+        ranked.append((turn, core))
+    return sorted(core for _, core in sorted(ranked)[:count])
+
+
+def list_form(cores: Iterable[int]) -> str:
+    """The kernel's list form of ascending cores: 0-2,8."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _first_sibling(core: int) -> int:
+    try:
+        text = Path(_TOPOLOGY.format(core)).read_text(encoding="ascii")
+        return int(text.replace(",", "-").split("-")[0])
+    except (OSError, ValueError):
+        return core

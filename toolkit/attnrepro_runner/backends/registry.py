@@ -19,6 +19,14 @@ BACKENDS = {
     "sdpa.efficient": ("sdpa", "SdpaEfficient"),
     "sdpa.cudnn": ("sdpa", "SdpaCudnn"),
     "flex": ("flex", "FlexBackend"),
+    "torch.varlen": ("varlen", "TorchVarlen"),
+    "flash_attn_2": ("flash_attn_2", "FlashAttention2"),
+    "flash_attn_2.rocm_ck": ("flash_attn_2", "FlashAttention2RocmCk"),
+    "flash_attn_2.rocm_triton": ("flash_attn_2", "FlashAttention2RocmTriton"),
+    "flash_attn_3": ("flash_attn_3", "FlashAttention3"),
+    "flash_attn_4": ("flash_attn_4", "FlashAttention4"),
+    "cudnn_frontend": ("cudnn_frontend", "CudnnFrontend"),
+    "flashinfer": ("flashinfer", "Flashinfer"),
 }
 """Backend name to (module, class) in this package."""
 

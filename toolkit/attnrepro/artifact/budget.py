@@ -47,22 +47,24 @@ def read_once(path: Path, budget: Budget) -> bytes:
     flags |= getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)
-    except IsADirectoryError:
-        raise _not_regular() from None
     except OSError as error:
+        if path.is_dir():  # Windows does not open folders
+            raise _not_regular() from None
         message = f"cannot open {path}: {error.strerror}"
         raise UsageError(message, hint="give the path of a .attnrepro file") from None
-    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - it wraps a descriptor
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _not_regular()
         if status.st_size > budget.file:
             raise _too_large(budget)
         data = bytearray()
-        while piece := file.read(min(MIB, budget.file + 1 - len(data))):
+        while piece := os.read(descriptor, min(MIB, budget.file + 1 - len(data))):
             data += piece
             if len(data) > budget.file:
                 raise _too_large(budget)
+    finally:
+        os.close(descriptor)
     return bytes(data)
 
 

@@ -81,8 +81,7 @@ def text(found: Mapping[str, Any]) -> str:
     lines += _what(predicate)
     if predicate["kind"] == Kind.RERUN.value:
         lines.append(f"  repeats     sha256:{found['original_content_sha256']}")
-        for name, verdict in predicate["verdicts"].items():
-            lines.append(f"  {name.replace('_', '-'):<24}{_verdict(verdict)}")
+    lines += verdict_lines(predicate)
     support = found["support"]
     if support["independent_reruns"]:
         lines.append(f"  seconded by {', '.join(support['independent_reruns'])}")
@@ -91,6 +90,22 @@ def text(found: Mapping[str, Any]) -> str:
     lines += ["", "the signature without attnrepro:"]
     lines += [f"  {line}" for line in found["without_attnrepro"]]
     return "\n".join(lines)
+
+
+def verdict_lines(predicate: Mapping[str, Any]) -> list[str]:
+    """The verdicts of a rerun, one line each; none for a run."""
+    return [
+        f"  {name.replace('_', '-'):<24}{_verdict(verdict)}"
+        for name, verdict in predicate.get("verdicts", {}).items()
+    ]
+
+
+def signer_line(verified: Verified) -> str:
+    """Who signed, in one line."""
+    key = f"{verified.signer.algorithm.value} sha256:{verified.signer.fingerprint}"
+    if not verified.trusted:
+        return f"signer unknown: anyone can make such a file ({key})"
+    return f"signed by {'yourself' if verified.owner == SELF else verified.owner} ({key})"
 
 
 def unknown_signer(found: Mapping[str, Any]) -> tuple[str, str]:

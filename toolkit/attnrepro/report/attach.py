@@ -36,6 +36,7 @@ _LATEX: Final = {
     "–": "--",
     "µ": r"$\mu$",
 }
+_FOREIGN: Final = frozenset({"cell", "subject", "clock"})
 _PAPER: Final = ("cell", "subject", "status", "median", "interval", "tails", "against", "error")
 
 
@@ -55,7 +56,7 @@ def markdown(verified: Verified, *, file: str) -> str:
         "| " + " | ".join(HEADINGS[i] for i in kept) + " |",
         "|" + " --- |" * len(kept),
     ]
-    lines += ["| " + " | ".join(code(row.texts()[i]) for i in kept) + " |" for row in found]
+    lines += ["| " + " | ".join(_cell(row, i) for i in kept) + " |" for row in found]
     lines += ["", f"{_counts(verified)}; {code(headline(seen))}", ""]
     lines += [f"- {code(_reason(row))}" for row in found if row.reason]
     lines += [
@@ -118,6 +119,13 @@ def escape_latex(text: str) -> str:
     """Foreign text for LaTeX: specials replaced, other non-ASCII characters as a question mark."""
     shown = "".join(c if c.isprintable() else " " for c in text)
     return "".join(_LATEX.get(c) or (c if c.isascii() else "?") for c in shown)
+
+
+def _cell(row: Row, column: int) -> str:
+    text = row.texts()[column]
+    if HEADINGS[column] in _FOREIGN:
+        return code(text)
+    return text.replace("_", r"\_")  # numbers, units, names of the schema's own enumerations
 
 
 def _title(verified: Verified) -> str:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnrepro import jsonio, resources, schema
-from attnrepro.errors import InvalidDocument, Problem
+from attnrepro.errors import InvalidDocument
 from attnrepro.manifest import callfacts
 from attnrepro.schema_words import did_you_mean
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attnrepro.manifest.model import Cell, Subject
 
 KIND = "claims"
-_FILE = "claims.json"
+FILE = "claims.json"
 _WRONG_DEVICE = 100
 """Weight of a wrong device among misses: such a claim's other misses say nothing."""
 
@@ -67,21 +67,36 @@ class Capability:
     stack: str
     claims: tuple[JsonObject, ...]
     """With every default explicit."""
+    adapter_decides: bool = False
+    """A stack of the user's own with an adapter and no claims: its `check` answers at run time."""
 
     @classmethod
-    def load(cls, folder: Path, *, name: str | None = None) -> Capability:
-        """Read the claims.json of a stack's folder and what it includes.
-
-        A stack that extends a shipped one has that one's claims as well.
+    def load(cls, folder: Path) -> Capability:
+        """Read the claims.json of a shipped stack's folder and what it includes.
 
         Raises:
             InvalidDocument: a file is missing or not valid; all problems of it.
 
         """
-        claims = [*_read(folder / _FILE)]
-        if (base := _base_of(folder)) is not None:
-            claims += _read(base / _FILE)
-        return cls(stack=name or f"{folder.parent.name}/{folder.name}", claims=tuple(claims))
+        path = folder / FILE
+        return cls(
+            stack=f"{folder.parent.name}/{folder.name}",
+            claims=_with_included(_read(path), path.name),
+        )
+
+    @classmethod
+    def of_author(
+        cls, stack: str, data: bytes | None, *, base: Capability, has_adapter: bool
+    ) -> Capability:
+        """The claims of a stack that extends `base`: its author's own, then those of the base."""
+        own: tuple[JsonObject, ...] = ()
+        if data is not None:
+            own = _with_included(_parse(data, f"{FILE} of {stack}"), stack)
+        return cls(
+            stack=stack,
+            claims=own + base.claims,
+            adapter_decides=data is None and has_adapter,
+        )
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -133,11 +148,13 @@ def _decide(
             nearest = weight, misses[0]
     if nearest is not None:
         return nearest[1]
+    if capability.adapter_decides:
+        return Supported(release=capability.stack, source="no claims; its adapter decides")
     meant = did_you_mean(backend, capability.backends)
     known = f'did you mean "{meant}"?' if meant else f"it has {', '.join(capability.backends)}"
     return Unsupported(
         reason=f'the stack {capability.stack} claims no backend "{backend}"; {known}',
-        source=f"{_FILE} of {capability.stack}",
+        source=f"{FILE} of {capability.stack}",
     )
 
 
@@ -174,48 +191,31 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _read(path: Path) -> tuple[JsonObject, ...]:
-    document = _read_file(path, path.stat().st_mtime_ns if path.is_file() else 0)
+def _with_included(document: JsonObject, what: str) -> tuple[JsonObject, ...]:
     claims = list(document["claims"])
     for name in document["include"]:
-        included = resources.images_dir() / "claims" / f"{name}.json"
-        claims += _read(included)
+        path = resources.images_dir() / "claims" / f"{name}.json"
+        included = _read(path)
+        if included["include"]:
+            message = f"{path.name}, included by {what}, includes others itself"
+            raise InvalidDocument(message, hint="let the stack include each release by its name")
+        claims += included["claims"]
     return tuple(claims)
 
 
-@lru_cache(maxsize=64)
-def _read_file(path: Path, _changed: int) -> JsonObject:
+def _read(path: Path) -> JsonObject:
     try:
-        data = path.read_bytes()
+        return _parse(path.read_bytes(), str(path))
     except OSError as error:
         message = f"cannot read the capability data {path}: {error.strerror or error}"
-        raise InvalidDocument(
-            message,
-            problems=[
-                Problem(
-                    pointer="",
-                    found="no file",
-                    allowed="a file of claims",
-                    fix="add it, or take it out of `include`",
-                )
-            ],
-        ) from None
-    document = jsonio.loads(data, what=str(path))
+        hint = "add the file, or take its name out of `include`"
+        raise InvalidDocument(message, hint=hint) from None
+
+
+@lru_cache(maxsize=64)
+def _parse(data: bytes, what: str) -> JsonObject:
+    document = jsonio.loads(data, what=what)
     if problems := schema.validate(KIND, document):
-        message = f"{path} is not valid capability data: {len(problems)} problems"
+        message = f"{what} is not valid capability data: {len(problems)} problems"
         raise InvalidDocument(message, problems=problems)
     return schema.with_defaults(KIND, document)
-
-
-def _base_of(folder: Path) -> Path | None:
-    """Folder of the shipped stack that the stack in `folder` extends."""
-    image = folder / "image.json"
-    if not image.is_file():
-        return None
-    extends = jsonio.loads(image.read_bytes(), what=str(image)).get("extends")
-    if extends is None:
-        return None
-    from attnrepro.manifest.defaults import shipped_revision
-
-    name, _, revision = str(extends).partition("@")
-    return resources.images_dir() / name / (revision or shipped_revision(name) or "r1")

@@ -1,0 +1,192 @@
+"""What a run will cost, roughly: time, device time, memory, disk.
+
+The rates are those of plain kernels on ordinary hardware, so a figure is good to about a factor of
+two; both ends are told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from attnrepro.manifest.semantics import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from attnrepro.manifest.model import Cell, Manifest
+    from attnrepro.manifest.plan import Plan
+    from attnrepro.manifest.stacks import StackFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    """Rates of one kind of device."""
+
+    flops: float
+    """Attention FLOP/s (a CPU: of each thread)."""
+    bytes: float
+    """Memory traffic, B/s."""
+    call_seconds: float
+    """Least time of one call, flush included."""
+    oracle_flops: float
+    """FLOP/s of the float64 reference (a CPU: of each thread)."""
+    elements: float
+    """Input elements generated and hashed a second."""
+    worker_seconds: float
+    """Start of one worker: interpreter, framework, device."""
+    cell_seconds: float
+    """Probes, profile and bookkeeping of one cell of one subject in the check."""
+
+
+_MACHINES: Final = {
+    "cpu": _Machine(
+        flops=3e10,
+        bytes=8e9,
+        call_seconds=5e-3,
+        oracle_flops=8e9,
+        elements=2e7,
+        worker_seconds=2.5,
+        cell_seconds=0.7,
+    ),
+    "nvidia": _Machine(
+        flops=3e14,
+        bytes=2e12,
+        call_seconds=2e-4,
+        oracle_flops=2e13,
+        elements=1e9,
+        worker_seconds=10,
+        cell_seconds=3,
+    ),
+    "amd": _Machine(
+        flops=2e14,
+        bytes=2e12,
+        call_seconds=2e-4,
+        oracle_flops=2e13,
+        elements=1e9,
+        worker_seconds=10,
+        cell_seconds=3,
+    ),
+}
+_COMPILED: Final = {"flex": 8.0, "flash_attn_4": 4.0, "flashinfer": 20.0}
+"""Backends that compile at the first call of a shape class: seconds."""
+_LOOK: Final = 2
+"""Doublings of the fewest samples after which a quiet machine has stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Estimate of one run."""
+
+    seconds_low: float
+    seconds_high: float
+    device_seconds: float
+    """Of a GPU, the upper end; 0 for a CPU."""
+    memory_bytes: int
+    """Of the largest cell: tensors, rotation and reference."""
+    disk_bytes: int
+    """Samples, and images that are not built yet, twice (store and engine)."""
+    build_seconds: float
+    """Of images that are not built yet."""
+    limit_seconds: float
+    """The manifest's own limit: what is not done then is not done."""
+
+    def text(self) -> str:
+        """One line, e.g. "3.2 GB, about 5 min"."""
+        low, high = duration(self.seconds_low), duration(self.seconds_high)
+        time = f"about {high}" if low == high else f"{low} to {high}"
+        line = f"{size(self.disk_bytes)} of disk, {time}"
+        if self.build_seconds:
+            line += f", after a build of about {duration(self.build_seconds)}"
+        return line
+
+
+def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Cost:
+    """Estimate what the plan of a manifest costs."""
+    device = manifest.document["device"]
+    timing = manifest.document["timing"]
+    threads = (device["threads"] or 1) if device["vendor"] == "cpu" else 1
+    machine = _MACHINES[device["vendor"]]
+    refused = {(item.cell, item.subject) for item in plan.unsupported}
+    launches = int(timing["launches"])
+    low = high = 0.0
+    series = 0
+    for subject in manifest.subjects:
+        cells = [
+            c
+            for c in manifest.cells
+            if subject.id in c.subjects and (c.id, subject.id) not in refused
+        ]
+        if not cells:
+            continue
+        timed = launches if subject.is_timed else 0
+        once = 1 + (int(timing["cold_start"]) * len(cells) + int(timing["memory"])) * bool(timed)
+        starts = (once + timed) * machine.worker_seconds
+        compiled = _COMPILED.get(subject.backend, 0.0) * (2 + timed) * len(cells)
+        low, high = low + starts + compiled, high + starts + 1.5 * compiled
+        for cell in cells:
+            call, judged = _call(cell, machine, threads), _judged(cell, machine, threads)
+            repeats = (
+                int(manifest.document["bits"]["repeats"])
+                * call
+                * bool(manifest.document["bits"]["claim"] == "bitwise")
+            )
+            check = machine.cell_seconds + judged + repeats
+            low, high = low + check, high + 2 * check
+            if not timed:
+                continue
+            fewest, most = timing["samples"]
+            warm = timing["warmup_seconds"]
+            quick = min(timing["cell_seconds"], fewest * _LOOK * call) + warm[0]
+            slow = min(timing["cell_seconds"], most * call) + min(warm[1], warm[0] + 1)
+            low += timed * (judged + quick) + 3 * call
+            high += timed * (2 * judged + slow) + 3 * call
+            series += timed * most * len(timing["clocks"])
+    found = list(stacks)
+    missing = [s for s in found if not s.is_built]
+    return Cost(
+        seconds_low=low,
+        seconds_high=high,
+        device_seconds=0.0 if device["vendor"] == "cpu" else high,
+        memory_bytes=max(_memory(c, int(timing["rotate_inputs"])) for c in manifest.cells),
+        disk_bytes=series * 8 + sum(2 * s.image_bytes for s in missing),
+        build_seconds=sum(s.build_seconds for s in missing),
+        limit_seconds=float(manifest.document["limits"]["total_seconds"]),
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def size(count: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 10 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _call(cell: Cell, machine: _Machine, threads: int) -> float:
+    work = facts(cell.parsed).work
+    return machine.call_seconds + max(
+        work.flops / (machine.flops * threads), work.bytes / machine.bytes
+    )
+
+
+def _judged(cell: Cell, machine: _Machine, threads: int) -> float:
+    """Fresh inputs, the reference in float64 and in the tested dtype, and comparing."""
+    figures = facts(cell.parsed)
+    elements = figures.tensor_bytes / 2
+    return 2 * figures.work.flops / (machine.oracle_flops * threads) + elements / machine.elements
+
+
+def _memory(cell: Cell, rotation: int) -> int:
+    # The float64 reference of the inputs and outputs stands beside the rotated sets.
+    return facts(cell.parsed).tensor_bytes * (rotation + 5)

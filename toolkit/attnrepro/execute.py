@@ -36,6 +36,10 @@ NO_IMAGE: Final = ImageIdentity(
 )
 """Stands where a spec needs an image and the engine is the bare host, which loads none."""
 
+GRACE_SECONDS: Final = 60
+"""The runner keeps the time limit itself and says which cells it hit; the container is killed only
+where the runner has not ended so much later."""
+
 _FREE_BYTES: Final = 16 << 20
 
 
@@ -108,7 +112,7 @@ def execute(
                 facts |= closed.preflight(engine, spec, log=log)
             spent = (state.elapsed_ns + time.monotonic_ns() - began) / 1e9
             status = _run(
-                replace(spec, timeout_seconds=max(1.0, total_seconds - spent)),
+                replace(spec, timeout_seconds=max(0.0, total_seconds - spent) + GRACE_SECONDS),
                 segment,
                 engine=engine,
                 folder=folder,

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from attnrepro.jsonio import JsonObject
 
 CLASS_FIELDS: Final = (
+    "kind",
     "vendor",
-    "cpu_vendor",
+    "name",
     "family",
-    "model_number",
     "model",
     "architecture",
     "isa",
@@ -25,22 +25,15 @@ CLASS_FIELDS: Final = (
 
 _SCOPES: Final[dict[str, tuple[str, ...]]] = {
     "same_device_model": (
-        "vendor",
-        "cpu_vendor",
-        "family",
-        "model_number",
-        "architecture",
-        "isa",
-        "compute_units",
-        "threads",
+        *("kind", "vendor", "family", "model", "architecture", "isa", "compute_units", "threads"),
     ),
-    "same_isa": ("vendor", "cpu_vendor", "isa", "threads"),
+    "same_isa": ("kind", "vendor", "isa", "threads"),
     "any": (),
 }
 """Scope of the manifest's bit contract to the fields that must be equal."""
 
-_GPU_MODEL: Final = ("model",)
-"""A GPU's name belongs to its model; a CPU's brand string differs within one model number."""
+_PORTABLE: Final = {"x86_64_v4": "x86_64_v3"}
+"""Under the portable profile a CPU computes as one of this level, whatever else it can."""
 
 
 def device_class(device: Mapping[str, Any], *, threads: int | None) -> JsonObject:
@@ -51,23 +44,28 @@ def device_class(device: Mapping[str, Any], *, threads: int | None) -> JsonObjec
     return found
 
 
-def outside(scope: str, declared: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+def outside(
+    bits: Mapping[str, Any], declared: Mapping[str, Any], here: Mapping[str, Any]
+) -> str | None:
     """Why a device is outside the scope that was declared on another one; None if it is inside.
 
     Args:
-        scope: `bits.scope` of the manifest.
+        bits: the manifest's bit contract.
         declared: class of the device on which the artifact was made.
         here: class of this device.
     """
-    fields = _SCOPES[scope]
-    if scope == "same_device_model" and declared.get("vendor") != "cpu":
-        fields += _GPU_MODEL
-    return _first_difference(fields, declared, here)
+    if bits["profile"] == "portable":
+        declared, here = _as_portable(declared), _as_portable(here)
+    return _first_difference(_SCOPES[bits["scope"]], declared, here)
 
 
 def other_class(declared: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """Why times on two devices are not comparable; None if the classes are equal."""
     return _first_difference(CLASS_FIELDS, declared, here)
+
+
+def _as_portable(device: Mapping[str, Any]) -> dict[str, Any]:
+    return {**device, "isa": _PORTABLE.get(str(device.get("isa")), device.get("isa"))}
 
 
 def _first_difference(

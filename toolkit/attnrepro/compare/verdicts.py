@@ -124,9 +124,12 @@ def kernels_identical(original: Side, rerun: Side) -> Verdict:
     )
 
 
-def outputs_identical(original: Side, rerun: Side, *, declared_scope: str) -> Verdict:
-    """Whether inputs, semantics and every claimed output have the same bits."""
-    reason = scope.outside(declared_scope, original.device_class, rerun.device_class)
+def outputs_identical(original: Side, rerun: Side, *, bits: Mapping[str, Any]) -> Verdict:
+    """Whether inputs, semantics and every claimed output have the same bits.
+
+    `bits` is the manifest's bit contract.
+    """
+    reason = scope.outside(bits, original.device_class, rerun.device_class)
     inside = reason is None
     claimed = sum(
         len(tensors)

@@ -92,16 +92,19 @@ def headline(observations: Mapping[str, Any]) -> str:
     resumed = ", resumed" if run["resumed"] else ""
     seconds = run["duration_ns"] / 1e9
     return (
-        f"{closed} ({where}), on {device_text(observations['device'])}, "
+        f"{closed} ({where}), on {device_text(observations)}, "
         f"{run['started_utc']}, {seconds:.0f} s{resumed}"
     )
 
 
-def device_text(device: Mapping[str, Any]) -> str:
-    """Model of the device, and how many threads were used on a CPU."""
-    model = str(device.get("model") or device.get("name") or "an unnamed device")
-    threads = device.get("threads")
-    return f"{model}, {threads} threads" if threads else model
+def device_text(observations: Mapping[str, Any]) -> str:
+    """Name of the device, and how many threads were used on a CPU."""
+    device = observations["device"]
+    name = str(device.get("name") or "an unnamed device")
+    threads = observations["environment"].get("threads")
+    if device.get("kind") != "cpu" or threads is None:
+        return name
+    return f"{name}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def _row(cell: Mapping[str, Any], subject: Mapping[str, Any]) -> Row:

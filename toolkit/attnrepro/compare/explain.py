@@ -1,0 +1,250 @@
+"""Two artifacts against each other: a verdict a cell, and why they differ, in causal order.
+
+The order is image → driver → device → power cap → clocks → libraries → kernels → plan → inputs →
+outputs → times: the first difference is the one to look at, the later ones may follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from attnrepro.compare import diff, published, statistics
+from attnrepro.compare.diff import Difference, Section
+from attnrepro.results import COMPARABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attnrepro.compare.statistics import Comparison
+    from attnrepro.compare.verdicts import Side
+
+
+class Stage(StrEnum):
+    """Where in the causal chain two runs part."""
+
+    IMAGE = "image"
+    DRIVER = "driver"
+    DEVICE = "device"
+    POWER_CAP = "power cap"
+    CLOCKS = "clocks"
+    LIBRARIES = "libraries"
+    KERNELS = "kernels"
+    PLAN = "plan"
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    TIMES = "times"
+
+
+_DEVICE_FIELDS: Final[dict[Stage, tuple[str, ...]]] = {
+    Stage.DRIVER: ("driver", "runtime", "kernel", "microcode"),
+    Stage.DEVICE: (
+        *("kind", "vendor", "name", "family", "model", "stepping", "architecture", "isa"),
+        *("compute_units", "threads", "memory_bytes", "partition", "ecc", "hypervisor"),
+    ),
+    Stage.POWER_CAP: ("power_limit_mw", "power_default_limit_mw"),
+    Stage.CLOCKS: (
+        "clocks_locked",
+        "sm_clock_default_mhz",
+        "sm_clock_max_mhz",
+        "memory_clock_max_mhz",
+        "governor",
+        "frequency_max_khz",
+        "boost",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One difference and its place in the chain."""
+
+    stage: Stage
+    difference: Difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellVerdict:
+    """One subject in one cell of both artifacts."""
+
+    cell: str
+    """Its label."""
+    subject: str
+    clock: str
+    comparison: Comparison | None
+    """The second artifact against the first: a ratio above 1 says that the second is faster.
+    None where times may not be compared."""
+    reason: str
+    medians_ns: tuple[int | None, int | None]
+    outputs_equal: bool | None
+    """None where neither claims bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `attnrepro compare` says."""
+
+    cells: tuple[CellVerdict, ...]
+    causes: tuple[Cause, ...]
+    """The first difference of each stage that differs, in causal order."""
+    only_first: tuple[str, ...]
+    """Rows that only the first artifact has."""
+    only_second: tuple[str, ...]
+    chance: str
+    """How many of these verdicts chance alone would give."""
+
+
+def compare(first: Side, second: Side, *, confidence: str) -> Report:
+    """Compare two verified artifacts; the first is the baseline."""
+    rows, others = _rows(first), _rows(second)
+    cells = tuple(
+        _cell(key, rows[key], others[key], first, second, confidence)
+        for key in rows
+        if key in others
+    )
+    causes = list(_causes(first, second))
+    changed = [c for c in cells if c.comparison and c.comparison.verdict in _CHANGED]
+    if changed:
+        cell = changed[0]
+        assert cell.comparison is not None
+        before, after = (f"{value} ns" for value in cell.medians_ns)
+        place = f"{cell.cell} {cell.subject} {cell.clock}"
+        causes.append(
+            Cause(
+                stage=Stage.TIMES,
+                difference=Difference(place=place, first=before, second=after),
+            )
+        )
+    judged = sum(c.comparison is not None and c.comparison.p_value is not None for c in cells)
+    return Report(
+        cells=cells,
+        causes=tuple(causes),
+        only_first=tuple(" ".join(key) for key in rows if key not in others),
+        only_second=tuple(" ".join(key) for key in others if key not in rows),
+        chance=_chance(judged, confidence),
+    )
+
+
+_CHANGED: Final = (statistics.Verdict.FASTER, statistics.Verdict.SLOWER)
+
+Key = tuple[str, str]
+"""Label of a cell and id of a subject."""
+
+Row = tuple[str, "Mapping[str, Any]"]
+"""Id of the cell in its own artifact, and the subject's record."""
+
+
+def _rows(side: Side) -> dict[Key, Row]:
+    return {
+        (cell["label"], subject["subject"]): (cell["id"], subject)
+        for cell in side.observations["cells"]
+        for subject in cell["subjects"]
+    }
+
+
+def _cell(
+    key: Key, before: Row, after: Row, first: Side, second: Side, confidence: str
+) -> CellVerdict:
+    (id_a, a), (id_b, b) = before, after
+    clock = published.headline_clock(a["timing"]) or ""
+    timings = [row["timing"].get(clock) for row in (a, b)]
+    medians = tuple(t["median"]["value_ns"] if t else None for t in timings)
+    comparison, reason = None, ""
+    if problem := _not_comparable(id_a, a, id_b, b, first, second):
+        reason = problem
+    elif not all(timings):
+        reason = "not timed by the same clock in both"
+    else:
+        comparison = statistics.compare(
+            published.launch_medians(timings[1]),
+            published.launch_medians(timings[0]),
+            confidence=confidence,
+        )
+        reason = comparison.reason
+    digests = [
+        side.repeatable["outputs"]["digests"].get(cell, {}).get(key[1])
+        for side, cell in ((first, id_a), (second, id_b))
+    ]
+    return CellVerdict(
+        cell=key[0],
+        subject=key[1],
+        clock=clock,
+        comparison=comparison,
+        reason=reason,
+        medians_ns=(medians[0], medians[1]),
+        outputs_equal=None if None in digests else digests[0] == digests[1],
+    )
+
+
+def _not_comparable(
+    id_a: str,
+    a: Mapping[str, Any],
+    id_b: str,
+    b: Mapping[str, Any],
+    first: Side,
+    second: Side,
+) -> str | None:
+    for row in (a, b):
+        if row["status"] not in COMPARABLE:
+            return f"{row['status']} in one of the two: {row['reason']}"
+    work = [
+        side.repeatable["semantics"]["work"][cell] for side, cell in ((first, id_a), (second, id_b))
+    ]
+    if work[0] != work[1]:
+        return "the two do not do the same work"
+    probes = [
+        side.repeatable["semantics"]["probes"].get(cell, {}).get(row["subject"])
+        for side, cell, row in ((first, id_a, a), (second, id_b, b))
+    ]
+    if probes[0] != probes[1]:
+        return "the probes show other semantics in one of the two"
+    return None
+
+
+def _causes(first: Side, second: Side) -> Iterator[Cause]:
+    for key in sorted(set(first.images) | set(second.images)):
+        a, b = first.images.get(key, "no such image"), second.images.get(key, "no such image")
+        if a != b:
+            yield _cause(Stage.IMAGE, key, a, b)
+            break
+    devices = first.observations["device"], second.observations["device"]
+    for stage, names in _DEVICE_FIELDS.items():
+        for name in names:
+            values = [
+                side.device_class.get(name, device.get(name))
+                for side, device in zip((first, second), devices, strict=True)
+            ]
+            if values[0] != values[1]:
+                yield _cause(stage, name, *map(str, values))
+                break
+    yield from _first_of(
+        Stage.LIBRARIES, diff.kernel_libraries(first.repeatable, second.repeatable)
+    )
+    execution = list(diff.differences(Section.EXECUTION, first.repeatable, second.repeatable))
+    for stage, parts in ((Stage.KERNELS, ("operators", "kernels")), (Stage.PLAN, ("plan",))):
+        yield from _first_of(
+            stage, (d for d in execution if set(d.place.split()[2:3]) <= set(parts))
+        )
+    for stage, section in ((Stage.INPUTS, Section.INPUTS), (Stage.OUTPUTS, Section.OUTPUTS)):
+        yield from _first_of(stage, diff.differences(section, first.repeatable, second.repeatable))
+
+
+def _first_of(stage: Stage, found: Iterator[Difference]) -> Iterator[Cause]:
+    difference = next(found, None)
+    if difference is not None:
+        yield Cause(stage=stage, difference=difference)
+
+
+def _cause(stage: Stage, place: str, first: str, second: str) -> Cause:
+    return Cause(stage=stage, difference=Difference(place=place, first=first, second=second))
+
+
+def _chance(judged: int, confidence: str) -> str:
+    if not judged:
+        return ""
+    expected = judged * (1 - float(confidence))
+    return (
+        f"{judged} comparisons at {float(confidence) * 100:g} %: if nothing had changed, at most "
+        f"{expected:.2g} of them would still differ by chance"
+    )

@@ -1,0 +1,383 @@
+"""The neutral device record, filled from stand-ins of NVML and amdsmi."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attnrepro_runner import accelerator, amdsmi, nvml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = bytes(range(32))
+UUID = "GPU-11111111-2222-3333-4444-555555555555"
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+class FakeNvml(types.ModuleType):
+    """The calls that an H200 answers; the others raise, as NVML does."""
+
+    NVMLError = NVMLError
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+        self.reasons = 0x4
+        self.pids = [os.getpid()]
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        if index:
+            raise NVMLError("Invalid Argument")
+        return "handle"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != UUID:
+            raise NVMLError("Not Found")
+        return "handle"
+
+    def nvmlDeviceGetName(self, handle: str) -> bytes:
+        return b"NVIDIA H200"
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
+        return 9, 0
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
+        return [0, 0]
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13020
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.159.04"
+
+    def nvmlSystemGetNVMLVersion(self) -> str:
+        return "13.580.159.04"
+
+    def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: str) -> list[int]:
+        return [200000, 700000]
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
+        return 700000
+
+    def nvmlDeviceGetEccMode(self, handle: str) -> list[int]:
+        return [1, 1]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(total=150754820096, used=1 << 30)
+
+    def nvmlDeviceGetVbiosVersion(self, handle: str) -> str:
+        return "96.00"
+
+    def nvmlDeviceGetPersistenceMode(self, handle: str) -> int:
+        return 1
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: str, domain: int) -> int:
+        return {1: 1980, 2: 3201}[domain]
+
+    def nvmlDeviceGetDefaultApplicationsClock(self, handle: str, domain: int) -> int:
+        raise NVMLError("Not Supported")
+
+    def nvmlDeviceGetClockInfo(self, handle: str, domain: int) -> int:
+        return {1: 1755, 2: 3201}[domain]
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return 693211
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return 123456789
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        return 51
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
+        return self.reasons
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[types.SimpleNamespace]:
+        return [types.SimpleNamespace(pid=pid) for pid in self.pids]
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return UUID
+
+    def nvmlDeviceGetSerial(self, handle: str) -> str:
+        return "1654321000000"
+
+
+@pytest.fixture
+def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(nvml, "in_process_namespace", lambda: False)
+    return fake
+
+
+def test_record_of_nvml(fake_nvml: FakeNvml) -> None:
+    device = nvml.open_nvml(uuid=UUID.removeprefix("GPU-"))
+    record = device.record()
+    assert (record.vendor, record.model, record.architecture) == ("nvidia", "NVIDIA H200", "sm_90")
+    assert record.ecc is True
+    assert record.partition == "whole"
+    assert record.runtime == "CUDA 13.2"
+    assert (record.power_limit_mw, record.power_min_limit_mw) == (700000, 200000)
+    assert record.sm_clock_max_mhz == 1980
+    assert record.persistence is True
+    # What the device does not offer is null with NVML's own words, what the binding lacks too.
+    assert record.sm_clock_default_mhz is None
+    assert "Not Supported" in record.absent["sm_clock_default_mhz"]
+    assert record.pci_width is None
+    assert "nvmlDeviceGetMaxPcieLinkWidth" in record.absent["pci_width"]
+    device.close()
+    assert fake_nvml.open == 0
+
+
+def test_nothing_that_names_the_device_is_recorded(fake_nvml: FakeNvml) -> None:
+    device = nvml.open_nvml()
+    text = json.dumps([device.record().to_dict(), device.sample().to_dict()])
+    assert "11111111" not in text
+    assert "1654321" not in text
+    digest = device.identity(KEY)
+    assert digest is not None
+    assert len(digest) == 64
+    assert digest == device.identity(KEY)
+    assert digest != device.identity(bytes(32))
+    with pytest.raises(ValueError, match="32 bytes"):
+        device.identity(b"short")
+
+
+def test_identity_separates_its_parts() -> None:
+    one = accelerator.keyed_identity(KEY, uuid="ab", serial="c")
+    assert one != accelerator.keyed_identity(KEY, uuid="a", serial="bc")
+    assert accelerator.keyed_identity(KEY, uuid=None, serial=None) is None
+
+
+def test_sample_of_nvml(fake_nvml: FakeNvml) -> None:
+    sample = nvml.open_nvml().sample()
+    assert (sample.sm_clock_mhz, sample.memory_clock_mhz) == (1755, 3201)
+    assert (sample.power_mw, sample.energy_mj, sample.temperature_c) == (693211, 123456789, 51)
+    assert sample.throttle == ("software_power_cap",)
+    assert sample.throttle_raw == 4
+    assert sample.memory_temperature_c is None
+    assert sample.memory_used_bytes == 1 << 30
+
+
+def test_throttle_names_keep_unknown_bits() -> None:
+    assert nvml.throttle_names(0) == ()
+    assert nvml.throttle_names(0x24) == ("software_power_cap", "software_thermal")
+    assert nvml.throttle_names(0x401) == ("idle", "unknown_0x400")
+
+
+def test_a_lost_device_is_not_a_null(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = nvml.open_nvml()
+
+    def lost(handle: str, domain: int) -> int:
+        raise NVMLError("GPU is lost")
+
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetClockInfo", lost)
+    with pytest.raises(accelerator.AcceleratorUnavailable, match="lost"):
+        device.sample()
+
+
+def test_other_processes_are_counted(fake_nvml: FakeNvml) -> None:
+    device = nvml.open_nvml()
+    assert device.other_processes() == 0
+    fake_nvml.pids = [os.getpid(), 1]
+    assert device.other_processes() == 1
+    fake_nvml.pids = []
+    assert device.other_processes() == 0
+
+
+def test_in_a_namespace_of_its_own_ids_mean_nothing() -> None:
+    own = frozenset({5})
+    assert accelerator.count_others([5, 9], own, namespaced=False) == 1
+    assert accelerator.count_others([5, 9], own, namespaced=True) is None
+    assert accelerator.count_others([], own, namespaced=True) == 0
+
+
+def test_process_tree(tmp_path: Path) -> None:
+    for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} 0 0\n")
+    assert accelerator.process_tree(10, tmp_path) == {10, 11, 12}
+
+
+@pytest.mark.parametrize(
+    ("status", "init", "nested"),
+    [
+        ("NSpid:\t7\n", "systemd", False),
+        ("NSpid:\t7\t1\n", "systemd", True),
+        ("NSpid:\t7\n", "python3", True),
+    ],
+)
+def test_process_namespace(tmp_path: Path, status: str, init: str, nested: bool) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "1").mkdir()
+    (tmp_path / "self/status").write_text(f"Name:\tx\n{status}")
+    (tmp_path / "1/comm").write_text(init + "\n")
+    assert accelerator.in_process_namespace(tmp_path) is nested
+
+
+def test_without_a_library_or_device_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, fake_nvml: FakeNvml
+) -> None:
+    with pytest.raises(accelerator.AcceleratorUnavailable, match="Invalid Argument"):
+        nvml.open_nvml(index=1)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(accelerator.AcceleratorUnavailable, match="not installed"):
+        nvml.open_nvml()
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    with pytest.raises(accelerator.AcceleratorUnavailable, match="cannot be imported"):
+        amdsmi.open_amdsmi()
+
+
+class AmdSmiException(Exception):
+    """As amdsmi's."""
+
+
+class FakeAmdsmi(types.ModuleType):
+    """amdsmi 7.0.2 on an MI300X: keys as its interface returns them."""
+
+    AmdSmiException = AmdSmiException
+    AmdSmiClkType = types.SimpleNamespace(GFX="gfx", MEM="mem")
+    AmdSmiTemperatureType = types.SimpleNamespace(HOTSPOT="hot", VRAM="vram")
+    AmdSmiTemperatureMetric = types.SimpleNamespace(CURRENT="now")
+
+    def __init__(self) -> None:
+        super().__init__("amdsmi")
+        self.violations: dict[str, object] | None = {
+            "active_ppt_pwr": True,
+            "active_socket_thrm": False,
+            "active_hbm_thrm": "N/A",
+        }
+
+    def amdsmi_init(self) -> None: ...
+
+    def amdsmi_shut_down(self) -> None: ...
+
+    def amdsmi_get_processor_handles(self) -> list[str]:
+        return ["gpu0"]
+
+    def amdsmi_get_lib_version(self) -> dict[str, object]:
+        return {"major": 26, "minor": 0, "release": 2, "build": "x"}
+
+    def amdsmi_get_gpu_asic_info(self, handle: str) -> dict[str, object]:
+        return {
+            "market_name": "AMD Instinct MI300X",
+            "asic_serial": "0x00AA",
+            "num_compute_units": 304,
+            "target_graphics_version": "gfx942",
+        }
+
+    def amdsmi_get_power_cap_info(self, handle: str) -> dict[str, int]:
+        return {
+            "power_cap": 750000000,
+            "default_power_cap": 750000000,
+            "min_power_cap": 0,
+            "max_power_cap": 750000000,
+        }
+
+    def amdsmi_get_gpu_compute_partition(self, handle: str) -> str:
+        return "SPX"
+
+    def amdsmi_get_gpu_memory_partition(self, handle: str) -> str:
+        return "NPS1"
+
+    def amdsmi_get_gpu_vram_info(self, handle: str) -> dict[str, int]:
+        return {"vram_size": 196592}
+
+    def amdsmi_get_clock_info(self, handle: str, kind: str) -> dict[str, object]:
+        return {"clk": 2100 if kind == "gfx" else 1300, "max_clk": 2100, "clk_locked": False}
+
+    def amdsmi_get_power_info(self, handle: str) -> dict[str, object]:
+        return {"current_socket_power": 612, "average_socket_power": "N/A"}
+
+    def amdsmi_get_energy_count(self, handle: str) -> dict[str, float]:
+        return {"energy_accumulator": 2000, "counter_resolution": 15.25, "timestamp": 1}
+
+    def amdsmi_get_temp_metric(self, handle: str, sensor: str, metric: str) -> int:
+        return 60
+
+    def amdsmi_get_gpu_activity(self, handle: str) -> dict[str, object]:
+        return {"gfx_activity": "N/A"}
+
+    def amdsmi_get_violation_status(self, handle: str) -> dict[str, object]:
+        if self.violations is None:
+            raise AmdSmiException("not supported")
+        return self.violations
+
+    def amdsmi_get_gpu_metrics_info(self, handle: str) -> dict[str, object]:
+        return {"throttle_status": True}
+
+    def amdsmi_get_gpu_process_list(self, handle: str) -> list[dict[str, int]]:
+        return [{"pid": os.getpid()}, {"pid": 1}]
+
+    def amdsmi_get_gpu_device_uuid(self, handle: str) -> str:
+        return "aaff-000"
+
+
+@pytest.fixture
+def fake_amdsmi(monkeypatch: pytest.MonkeyPatch) -> FakeAmdsmi:
+    fake = FakeAmdsmi()
+    monkeypatch.setitem(sys.modules, "amdsmi", fake)
+    monkeypatch.setattr(amdsmi, "in_process_namespace", lambda: False)
+    return fake
+
+
+def test_record_of_amdsmi(fake_amdsmi: FakeAmdsmi) -> None:
+    device = amdsmi.open_amdsmi()
+    record = device.record()
+    assert (record.model, record.architecture) == ("AMD Instinct MI300X", "gfx942")
+    assert record.compute_units == 304
+    assert record.partition == "SPX/NPS1"
+    assert record.memory_bytes == 196592 << 20
+    assert record.power_limit_mw == 750000
+    assert record.clocks_locked is False
+    assert record.driver is None
+    assert "driver" in record.absent
+    assert "aaff" not in json.dumps(record.to_dict())
+    assert device.identity(KEY) is not None
+    device.close()
+
+
+def test_sample_of_amdsmi(fake_amdsmi: FakeAmdsmi) -> None:
+    device = amdsmi.open_amdsmi()
+    sample = device.sample()
+    assert (sample.sm_clock_mhz, sample.memory_clock_mhz) == (2100, 1300)
+    assert sample.power_mw == 612000
+    assert sample.energy_mj == 30
+    assert sample.throttle == ("software_power_cap",)
+    assert sample.utilization_percent is None
+    assert device.other_processes() == 1
+
+
+def test_older_devices_tell_throttling_by_their_metrics(fake_amdsmi: FakeAmdsmi) -> None:
+    fake_amdsmi.violations = None
+    assert amdsmi.open_amdsmi().sample().throttle == ("throttled",)
+    fake_amdsmi.violations = {"active_ppt_pwr": "N/A"}
+    assert amdsmi.open_amdsmi().sample().throttle == ("throttled",)
+
+
+def test_amdsmi_without_its_library_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "amdsmi.py").write_text(
+        "print('Unable to find libamd_smi.so library')\n{}['libamd_smi.so']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    with pytest.raises(accelerator.AcceleratorUnavailable, match="Unable to find libamd_smi"):
+        amdsmi.open_amdsmi()
+    assert capsys.readouterr().out == ""

@@ -14,6 +14,7 @@ from attnrepro import files
 from attnrepro.engines import closed
 from attnrepro.engines.base import ContainerSpec, ImageIdentity, Mount
 from attnrepro.errors import AttnreproError, Interrupted, Unavailable, UsageError
+from attnrepro_runner.status import STOPS_MEASURING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -102,10 +103,13 @@ def execute(
     facts: dict[str, str] = {}
     missing: tuple[str, str] | None = None
     began = time.monotonic_ns()
+    settled: set[tuple[str, str]] = set()
     try:
-        for segment in segments:
+        for planned in segments:
+            segment = replace(planned, job=_without(planned.job, settled))
             spec = _prepare(segment, folder, placement)
             if _done(segment, folder, state.run_id) == len(segment.job["tasks"]):
+                settled |= _settled(segment, folder, state.run_id)
                 continue
             if not any(name.startswith("preflight_") for name in facts):
                 log = folder.next_log(segment.id)
@@ -121,6 +125,7 @@ def execute(
             )
             facts |= {str(key): str(value) for key, value in status.engine_facts.items()}
             missing = _ending(status, segment, folder, state.run_id, total_seconds) or missing
+            settled |= _settled(segment, folder, state.run_id)
     finally:
         state = replace(state, elapsed_ns=state.elapsed_ns + time.monotonic_ns() - began)
         folder.save(state)
@@ -130,6 +135,29 @@ def execute(
         missing=missing,
         state=state,
     )
+
+
+def _settled(segment: Segment, folder: RunFolder, run_id: str) -> set[tuple[str, str]]:
+    """Cells and subjects that a segment's check found unfit to be measured."""
+    return {
+        (entry["cell"], entry["subject"])
+        for result in folder.results(segment.id, run_id)
+        if result["stage"] == "check"
+        for entry in result["entries"]
+        if entry["status"] in STOPS_MEASURING
+    }
+
+
+def _without(job: JsonObject, settled: set[tuple[str, str]]) -> JsonObject:
+    """The job without what an earlier segment settled: a wrong kernel is not timed.
+
+    The runner does so itself within one job; between containers it cannot know.
+    """
+    cells = [
+        {**cell, "subjects": [s for s in cell["subjects"] if (cell["id"], s) not in settled]}
+        for cell in job["cells"]
+    ]
+    return {**job, "cells": cells}
 
 
 def _prepare(segment: Segment, folder: RunFolder, placement: Placement) -> ContainerSpec:

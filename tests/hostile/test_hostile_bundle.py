@@ -364,7 +364,7 @@ STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], bytes], str]] = {
     ),
     "2.0 for 2": (
         _raw(lambda data: data.replace(b'"threads":2', b'"threads":2.0')),
-        "statement.real",
+        "statement.canonical",
     ),
     "beyond 2^53": (
         _raw(lambda data: data.replace(b'"threads":2', b'"threads":9007199254740992')),

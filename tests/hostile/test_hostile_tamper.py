@@ -97,14 +97,15 @@ def test_member_bits(honest: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_raw_bit(honest: bytes) -> None:
-    assert _raw_flips(honest, 1) == 8 * len(honest)
+def test_every_raw_bit() -> None:
+    small = example.small_artifact()
+    assert _raw_flips(small, 1) == 8 * len(small)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_bit_of_every_member(honest: bytes) -> None:
-    _member_flips(honest, 1)
+def test_every_bit_of_every_member() -> None:
+    _member_flips(example.small_artifact(), 1)
 
 
 # Level three: the forger is competent. Every digest and the statement fit the changed content.

@@ -114,9 +114,9 @@ def sample_values(subject: str, launch: int) -> list[int]:
     return [base + 997 * launch + 31 * ((index * 17) % 40) for index in range(40)]
 
 
-def _subject(name: str, backend: str, role: str) -> dict[str, Any]:
+def _subject(name: str, backend: str, role: str, count: int = 5) -> dict[str, Any]:
     launches = []
-    for launch in range(5):
+    for launch in range(count):
         values = sample_values(name, launch)
         entry = {
             "member": sample_member(name, launch),
@@ -284,6 +284,18 @@ def predicate() -> dict[str, Any]:
 
 def artifact(key: Signer | None = None, **changes: Any) -> bytes:
     return sign.make_artifact(content(**changes), predicate=predicate(), signer=key or signer())
+
+
+def small_artifact() -> bytes:
+    """One subject and one launch: small enough to flip each of its bits."""
+    seen = observations()
+    cell = seen["cells"][0]
+    cell["subjects"] = [_subject("flash", "sdpa.flash", "candidate", count=1)]
+    seen["summary"]["passed"] = 1
+    same = repeatable(seen)
+    kept = {sample_member("flash", 0), "recipe/attnrepro_runner-0.1.0-py3-none-any.whl"}
+    few = {name: data for name, data in files().items() if name in kept}
+    return artifact(observations=seen, repeatable=same, files=few)
 
 
 def verdicts() -> dict[str, Any]:

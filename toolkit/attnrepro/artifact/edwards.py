@@ -7,6 +7,7 @@ canonically, lies on the curve, and generates the subgroup of prime order L.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 _P: Final = 2**255 - 19
@@ -18,6 +19,7 @@ _Point: TypeAlias = tuple[int, int, int, int]  # extended coordinates: x = X/Z, 
 _IDENTITY: Final[_Point] = (0, 1, 1, 0)
 
 
+@lru_cache(maxsize=256)
 def is_sound_key(encoded: bytes) -> bool:
     """Whether the bytes encode, canonically, a point of prime order. About 2 ms."""
     point = _decode(encoded)

@@ -42,7 +42,7 @@ _PREDICATE_TYPES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """A statement, its predicate valid against the schema of its version."""
+    """A statement; `check_predicate` says whether its predicate is valid."""
 
     kind: Kind
     predicate: dict[str, Any]
@@ -71,8 +71,8 @@ class Statement:
 def parse(payload: bytes) -> Statement:
     """Read a payload whose signature has been checked.
 
-    Raises Rejected: `statement.json`, `.type`, `.predicate_type`, `.subject`, `.real`, `.schema`,
-    `.kind`, `.canonical`.
+    Raises Rejected: `statement.json`, `.type`, `.predicate_type`, `.subject`, `.schema`, `.kind`,
+    `.canonical`.
     """
     try:
         document = jsonio.loads(payload, what="the statement")
@@ -89,8 +89,10 @@ def parse(payload: bytes) -> Statement:
         names.insert(0, ORIGINAL_SUBJECT)
     digests = _subjects(document.get("subject"), names)
     predicate = document.get("predicate")
-    check_predicate(predicate, kind)
-    assert isinstance(predicate, dict)
+    if not isinstance(predicate, dict) or predicate.get("schema") != SCHEMA:
+        _refuse("schema", f"the predicate's schema is not {SCHEMA}")
+    if predicate.get("kind") != kind.value:
+        _refuse("kind", "the predicate's kind is not the one that its type names")
     statement = Statement(
         kind=kind,
         predicate=predicate,
@@ -103,15 +105,11 @@ def parse(payload: bytes) -> Statement:
     return statement
 
 
-def check_predicate(predicate: object, kind: Kind) -> None:
-    """Schema, kind, and no real numbers. Raises Rejected (`statement.*`)."""
-    if not isinstance(predicate, dict) or predicate.get("schema") != SCHEMA:
-        _refuse("schema", f"the predicate's schema is not {SCHEMA}")
-    if predicate.get("kind") != kind.value:
-        _refuse("kind", "the predicate's kind is not the one that its type names")
-    if pointer := find_real(predicate):
+def check_predicate(statement: Statement) -> None:
+    """Hold the predicate against its schema. Raises Rejected (`statement.real`, `.schema`)."""
+    if pointer := find_real(statement.predicate):
         _refuse("real", f"the predicate holds a real number at {pointer}")
-    if problems := schema.validate("statement", predicate):
+    if problems := schema.validate("statement", statement.predicate):
         message = f"the predicate is not valid: {problems[0].line()}"
         raise Rejected(message, rule="statement.schema", problems=problems)
 

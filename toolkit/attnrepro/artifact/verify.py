@@ -16,7 +16,7 @@ from attnrepro import jsonio, schema
 from attnrepro.artifact import bundle, container, content, crosscheck, rocrate
 from attnrepro.artifact.budget import Budget, read_once
 from attnrepro.artifact.public_key import PublicKey, parse_signer_pub
-from attnrepro.artifact.statement import SCHEMA, Kind, Statement, parse
+from attnrepro.artifact.statement import SCHEMA, Kind, Statement, check_predicate, parse
 from attnrepro.artifact.trust import Standing, TrustStore, independent_owners
 from attnrepro.distribute import oci
 from attnrepro.errors import InvalidDocument, Rejected
@@ -229,7 +229,11 @@ def _owner(key: PublicKey, trust: TrustStore, now: datetime) -> str | None:
 
 
 def _documents(members: Mapping[str, bytes], claim: Statement, budget: Budget) -> dict[str, Any]:
-    """Parse and validate the JSON members. Raises Rejected (`content.*`)."""
+    """Parse and validate the predicate and the JSON members.
+
+    Raises Rejected (`statement.*`, `content.*`, `schema.*`).
+    """
+    check_predicate(claim)
     expected = set(content.REQUIRED)
     if claim.kind is Kind.RERUN:
         expected.add(content.VERDICTS)

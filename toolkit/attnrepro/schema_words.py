@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnrepro.jsonio import JsonObject
 
 _MAX_WORDS: Final = 80
+_MAX_PATTERN: Final = 60
 _ARTICLES: Final = {
     "object": "an object",
     "array": "a list",
@@ -105,7 +106,8 @@ def _limits(schema: JsonObject) -> str:
     if "maxLength" in schema:
         words.append(f"of at most {schema['maxLength']} characters")
     if "pattern" in schema:
-        words.append(f"like {schema['pattern']}")
+        short = len(schema["pattern"]) <= _MAX_PATTERN
+        words.append(f"like {schema['pattern']}" if short else "of the form that is described")
     return " ".join(words)
 
 

@@ -191,6 +191,11 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
+def read_release(path: Path) -> tuple[JsonObject, ...]:
+    """The claims of one file of images/claims. Raises InvalidDocument."""
+    return tuple(_read(path)["claims"])
+
+
 def _with_included(document: JsonObject, what: str) -> tuple[JsonObject, ...]:
     claims = list(document["claims"])
     for name in document["include"]:

@@ -1,0 +1,143 @@
+"""What each pinned release claims, as one table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnrepro import resources
+from attnrepro.errors import UsageError
+from attnrepro.manifest import capability, stacks
+from attnrepro.manifest.callfacts import words
+from attnrepro.manifest.defaults import shipped_revision
+from attnrepro.manifest.explain import columns
+from attnrepro.manifest.model import ImageRef
+from attnrepro.schema_words import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from attnrepro.images.store import Store
+    from attnrepro.jsonio import JsonObject
+
+_EXTRAS = ("window", "gqa", "softcap", "alibi", "dropout", "append_in_call")
+
+
+def document(names: Sequence[str], *, everything: bool, store: Store | None = None) -> JsonObject:
+    """Claims of stacks (all that are shipped where none is named).
+
+    Args:
+        names: Stacks, each NAME or NAME@REVISION.
+        everything: Also the releases that no shipped stack holds.
+        store: Where built images are; None is the user's own.
+
+    Raises:
+        UsageError: a name is no stack.
+
+    """
+    known = stacks.shipped_names()
+    found: list[JsonObject] = []
+    for target in names or known:
+        name, _, revision = target.partition("@")
+        ref = ImageRef(stack=name, revision=revision or shipped_revision(name), digest=None)
+        facts = stacks.find(ref, store)
+        found.append(
+            {
+                "stack": str(ref),
+                "device": facts.vendor,
+                "built": facts.is_built,
+                "claims": list(facts.capability.claims),
+            }
+        )
+    others: list[JsonObject] = []
+    if everything:
+        held = {claim["release"] for stack in found for claim in stack["claims"]}
+        for path in sorted((resources.images_dir() / "claims").glob("*.json")):
+            claims = capability.read_release(path)
+            if not {claim["release"] for claim in claims} & held:
+                others.append({"release": path.stem, "claims": list(claims)})
+    return {"stacks": found, "releases_without_a_stack": others}
+
+
+def one(document: Mapping[str, Any], backend: str) -> JsonObject:
+    """The part of a matrix that is about one backend. Raises UsageError where nothing is."""
+    names: set[str] = set()
+
+    def kept(groups: list[Any]) -> list[Any]:
+        result = []
+        for group in groups:
+            names.update(claim["backend"] for claim in group["claims"])
+            claims = [claim for claim in group["claims"] if claim["backend"] == backend]
+            if claims:
+                result.append({**group, "claims": claims})
+        return result
+
+    found = {key: kept(groups) for key, groups in document.items()}
+    if not any(found.values()):
+        meant = did_you_mean(backend, names)
+        message = f"no release here claims a backend {backend!r}"
+        raise UsageError(message, hint=f"did you mean {meant!r}?" if meant else "see --all")
+    return found
+
+
+def text(document: Mapping[str, Any], *, details: bool) -> str:
+    """The matrix for a terminal; with `details`, what is refused and ignored, and notes."""
+    lines: list[str] = []
+    for stack in document["stacks"]:
+        built = "built" if stack["built"] else "not built here"
+        lines += [f"{stack['stack']} ({stack['device']}, {built})", *_table(stack["claims"])]
+        lines += [*_details(stack["claims"], details=details), ""]
+    if document["releases_without_a_stack"]:
+        lines += ["Releases that no shipped stack holds yet: claims only, not built here", ""]
+    for release in document["releases_without_a_stack"]:
+        lines += [release["release"], *_table(release["claims"])]
+        lines += [*_details(release["claims"], details=details), ""]
+    return "\n".join(lines)
+
+
+def _table(claims: Sequence[JsonObject]) -> list[str]:
+    rows = [["  backend", "dtypes", "head_dim", "v", "phases", "masks", "cache", "and", "lse"]]
+    for claim in claims:
+        case = f" ({claim['case']})" if claim["case"] else ""
+        extras = [name.replace("_in_call", "") for name in _EXTRAS if claim[name]]
+        rows.append(
+            [
+                f"  {claim['backend']}{case}",
+                " ".join(_short(name) for name in claim["dtypes"]),
+                words(claim["head_dim"]),
+                "=" if claim["head_dim_v"] == "equal" else words(claim["head_dim_v"]),
+                " ".join(_short(name) for name in claim["phases"]),
+                " ".join(claim["alignments"]) or "none",
+                " ".join(claim["cache"]) or "-",
+                " ".join(extras) or "-",
+                claim["lse"],
+            ]
+        )
+    return columns(rows)
+
+
+def _short(name: str) -> str:
+    return {
+        "float32": "f32",
+        "bfloat16": "bf16",
+        "float16": "f16",
+        "float8_e4m3fn": "f8",
+        "forward": "fwd",
+        "forward_backward": "fwd+bwd",
+    }.get(name, name)
+
+
+def _details(claims: Sequence[JsonObject], *, details: bool) -> list[str]:
+    lines = []
+    for claim in claims:
+        # What is silently ignored is told in any case: it is the reason why this table exists.
+        lines += [
+            f"  ! {claim['backend']} silently ignores {rule['what']}: {rule['reason']}"
+            for rule in claim["ignores"]
+        ]
+        if details:
+            lines += [f"  - {claim['backend']}: {rule['reason']}" for rule in claim["refuses"]]
+            lines += [f"  - {claim['backend']}: {note}" for note in claim["notes"]]
+    sources = dict.fromkeys(
+        f"  {claim['release']}: {claim['source']} ({claim['date']})" for claim in claims
+    )
+    return [*lines, *sources]

@@ -7,11 +7,11 @@ import pytest
 from test_run_execute import FakeEngine
 
 from attnrepro.errors import Unavailable
-from attnrepro.placement import list_form, place, spread
+from attnrepro.placement import check_architecture, list_form, place, spread
 
 
 def asked(**device: Any) -> dict[str, Any]:
-    wanted = {"vendor": "cpu", "threads": 1, "count": 1} | device
+    wanted = {"vendor": "cpu", "threads": 1, "count": 1, "architectures": []} | device
     return {"device": wanted, "limits": {"memory_bytes": 1 << 30}}
 
 
@@ -49,3 +49,17 @@ def test_physical_cores_come_before_their_siblings() -> None:
 )
 def test_list_form(cores: list[int], text: str) -> None:
     assert list_form(cores) == text
+
+
+def test_higher_level_of_a_cpu_serves_a_lower_one() -> None:
+    check_architecture(["x86_64_v3"], {"isa": "x86_64_v4"})
+    check_architecture([], {"isa": None})
+    with pytest.raises(Unavailable, match="for x86_64_v4: this device is x86_64_v3"):
+        check_architecture(["x86_64_v4"], {"isa": "x86_64_v3"})
+
+
+def test_gpu_of_another_architecture_is_refused() -> None:
+    with pytest.raises(Unavailable, match="for sm_90: this device is sm_80"):
+        check_architecture(["sm_90"], {"architecture": "sm_80"})
+    with pytest.raises(Unavailable, match="no driver"):
+        check_architecture(["sm_90"], {"reason": "no driver"})

@@ -10,11 +10,12 @@ from attnrepro.errors import Unavailable
 from attnrepro.execute import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from attnrepro.engines.base import Engine
     from attnrepro.engines.gpu import EngineDoors
 
+_LEVELS: Final = ("x86_64_v4", "x86_64_v3", "x86_64_v2")
 _TOPOLOGY: Final = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -38,6 +39,7 @@ def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) ->
     Raises Unavailable where this machine lacks it.
     """
     wanted, memory = manifest["device"], manifest["limits"]["memory_bytes"]
+    check_architecture(wanted["architectures"], here(wanted["vendor"], wanted["threads"]))
     if wanted["vendor"] == "cpu":
         threads = wanted["threads"]
         cores = sorted(os.sched_getaffinity(0))
@@ -58,6 +60,30 @@ def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) ->
         raise Unavailable(message, hint="use docker or podman")
     access = gpu.resolve(choice, gpuhost.read(), engine.doors())
     return Placement(device_id=access.device_id, cpuset=None, memory_bytes=memory, gpu=access)
+
+
+def here(vendor: str, threads: int | None) -> Mapping[str, object]:
+    """The record of this machine's device, as the runner makes it for so many threads."""
+    from attnrepro_runner.device import Device
+
+    device = Device(vendor, threads or len(os.sched_getaffinity(0)))
+    try:
+        return device.record
+    finally:
+        device.close()
+
+
+def check_architecture(accepted: Sequence[str], device: Mapping[str, object]) -> None:
+    """Refuse a device of an architecture that the manifest does not accept. Raises Unavailable.
+
+    A CPU of a higher x86-64 level is one of each lower level too.
+    """
+    found = str(device.get("architecture") or device.get("isa") or "unknown")
+    also = _LEVELS[_LEVELS.index(found) :] if found in _LEVELS else (found,)
+    if accepted and not set(also) & set(accepted):
+        reason = device.get("reason") or f"this device is {found}"
+        message = f"the manifest is for {', '.join(accepted)}: {reason}"
+        raise Unavailable(message, hint="run it on such a device, or change device.architectures")
 
 
 def spread(cores: list[int], count: int, *, siblings: Mapping[int, int] | None = None) -> list[int]:

@@ -54,10 +54,9 @@ class StoreImages:
         if ref.digest is not None and (record is None or record.manifest_digest != ref.digest):
             record = self._store.by_digest(ref.digest) or record
         if record is None and self._build:
-            from attnrepro.images.build import Options, build
+            from attnrepro.images.build import build
 
-            options = Options(engine=self._engine)
-            record = build(_label(ref), options=options, store=self._store, progress=progress)
+            record = build(_label(ref), engine=self._engine, store=self._store, progress=progress)
         if record is None:
             message = f"the image of {ref} is not built yet"
             name = ref.stack if ref.revision is None else f"{ref.stack}@{ref.revision}"

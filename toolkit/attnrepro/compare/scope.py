@@ -36,12 +36,9 @@ _PORTABLE: Final = {"x86_64_v4": "x86_64_v3"}
 """Under the portable profile a CPU computes as one of this level, whatever else it can."""
 
 
-def device_class(device: Mapping[str, Any], *, threads: int | None) -> JsonObject:
+def device_class(device: Mapping[str, Any]) -> JsonObject:
     """The class of a device from its record; only what is known stands in it."""
-    found = {name: device[name] for name in CLASS_FIELDS if device.get(name) is not None}
-    if threads is not None:
-        found["threads"] = threads
-    return found
+    return {name: device[name] for name in CLASS_FIELDS if device.get(name) is not None}
 
 
 def outside(

@@ -101,7 +101,7 @@ def device_text(observations: Mapping[str, Any]) -> str:
     """Name of the device, and how many threads were used on a CPU."""
     device = observations["device"]
     name = str(device.get("name") or "an unnamed device")
-    threads = observations["environment"].get("threads")
+    threads = device.get("threads")
     if device.get("kind") != "cpu" or threads is None:
         return name
     return f"{name}, {threads} thread{'s' if threads != 1 else ''}"

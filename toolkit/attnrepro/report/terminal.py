@@ -36,3 +36,17 @@ def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in shown
     ]
+
+
+def verdict_lines(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The verdicts of a rerun, each on its line, with the first difference below it."""
+    width = max(len(name) for name in verdicts)
+    lines = []
+    for name, verdict in verdicts.items():
+        word = verdict["result"].replace("_", " ")
+        lines.append(
+            f"{name.replace('_', '-').ljust(width)}  {word.ljust(14)}  {verdict['reason']}"
+        )
+        if verdict["first_difference"]:
+            lines.append(f"{' ' * width}  first difference: {verdict['first_difference']}")
+    return lines

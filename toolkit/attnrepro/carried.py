@@ -1,0 +1,175 @@
+"""What an artifact carries to be run again: the runner, and the recipes of its images."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from attnrepro.artifact import container
+from attnrepro.artifact.budget import Budget
+from attnrepro.errors import BuildFailed, Rejected, Unavailable
+from attnrepro.packing import IMAGES_FOLDER, RUNNER_FOLDER
+from attnrepro.runnerwheel import RunnerWheel
+from attnrepro.usedimages import ready
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from attnrepro.artifact.verify import Verified
+    from attnrepro.images.store import Store
+    from attnrepro.manifest.model import ImageRef
+    from attnrepro.usedimages import ReadyImage
+
+_SHOWN_LINES: Final = 200
+"""Lines of a difference that are shown; the rest is counted."""
+
+
+def runner(verified: Verified) -> RunnerWheel:
+    """The runner that an artifact carries. Verification has shown that it is there."""
+    wanted = verified.predicate["runner"]
+    for name, data in verified.members.items():
+        if name.startswith(RUNNER_FOLDER) and hashlib.sha256(data).hexdigest() == wanted["sha256"]:
+            return RunnerWheel(
+                name=PurePosixPath(name).name,
+                version=wanted["version"],
+                data=data,
+                sha256=wanted["sha256"],
+            )
+    message = f"the artifact holds no runner below {RUNNER_FOLDER}"
+    raise Rejected(message, rule="crosscheck.runner")
+
+
+def recipe(verified: Verified, key: str) -> dict[str, bytes]:
+    """Files of the recipe of an image, by path."""
+    folder = f"{IMAGES_FOLDER}{key}/"
+    return {
+        name.removeprefix(folder): data
+        for name, data in verified.members.items()
+        if name.startswith(folder)
+    }
+
+
+def runner_difference(carried: RunnerWheel, installed: RunnerWheel) -> list[str]:
+    """How a carried runner differs from this package's, as a unified diff; empty if equal."""
+    if carried.sha256 == installed.sha256:
+        return []
+    try:
+        ours, theirs = (
+            container.read(wheel.data, budget=Budget()) for wheel in (installed, carried)
+        )
+    except Rejected as error:
+        return [f"the runner is no canonical wheel: {error.message}"]
+    return [
+        f"runner {carried.version} (sha256:{carried.sha256[:16]}…) against this package's "
+        f"{installed.version} (sha256:{installed.sha256[:16]}…):",
+        *_shortened(_differences(ours, theirs)),
+    ]
+
+
+def recipe_differences(verified: Verified) -> list[str]:
+    """How the carried recipes differ from those that this package ships; empty if all are known."""
+    from attnrepro.images import spec
+
+    lines: list[str] = []
+    for image in verified.predicate["images"]:
+        files = recipe(verified, image["key"])
+        label = f"{image['stack']}@{image['revision']}"
+        shipped = spec.shipped(image["stack"], image["revision"])
+        if shipped is None:
+            lines += [
+                f"the image {label} is no stack of this package:",
+                *_shortened(_listed(files)),
+            ]
+        elif shipped.recipe_digest != spec.from_files(files).recipe_digest:
+            lines += [
+                f"the recipe of {label} differs from this package's:",
+                *_shortened(_differences(shipped.files, files)),
+            ]
+    return lines
+
+
+class RecipeImages:
+    """Images of an artifact: from the store by digest, else built from the carried recipe."""
+
+    def __init__(
+        self, verified: Verified, *, store: Store | None = None, engine: str | None = None
+    ) -> None:
+        """Serve the images of a verified artifact, building with `engine` where needed."""
+        from attnrepro.images.store import Store as TheStore
+
+        self._verified = verified
+        self._store = store if store is not None else TheStore()
+        self._engine = engine
+        self.first_difference: str | None = None
+        """First path in which a rebuilt image differs from the artifact's, once one does."""
+
+    def get(self, ref: ImageRef, progress: Callable[[str], None]) -> ReadyImage:
+        """See `usedimages.ImageSource.get`."""
+        for image in self._verified.predicate["images"]:
+            if image["stack"] == ref.stack and ref.revision in (None, image["revision"]):
+                return self._get(image, progress)
+        message = f"the artifact carries no recipe of {ref}: it was made without a container"
+        raise Unavailable(message, hint="--engine host runs it as it was made")
+
+    def _get(self, image: Mapping[str, str], progress: Callable[[str], None]) -> ReadyImage:
+        found = self._store.by_digest(image["manifest_digest"])
+        if found is not None:
+            return ready(found, self._store, rebuild_status="found in the store by its digest")
+        from attnrepro.images.build import build_from_recipe
+
+        progress(f"building {image['stack']}@{image['revision']} from the artifact's recipe")
+        built = build_from_recipe(
+            recipe(self._verified, image["key"]),
+            engine=self._engine,
+            store=self._store,
+            progress=progress,
+        )
+        if built.manifest_digest == image["manifest_digest"]:
+            return ready(built, self._store, rebuild_status="rebuilt from the recipe: identical")
+        self.first_difference = self._first_difference(image["key"], built.listing)
+        progress(
+            f"the rebuilt image differs: {built.manifest_digest}, not {image['manifest_digest']}"
+        )
+        return ready(built, self._store, rebuild_status="rebuilt from the recipe: differs")
+
+    def _first_difference(self, key: str, listing: bytes) -> str | None:
+        from attnrepro.images import tree
+
+        theirs = self._verified.members.get(f"{IMAGES_FOLDER}{key}.tree")
+        if theirs is None:
+            return None
+        try:
+            return tree.first_difference(tree.parse_listing(theirs), tree.parse_listing(listing))
+        except BuildFailed:
+            return None
+
+
+def _differences(ours: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> Iterator[str]:
+    """A unified diff of two sets of files, this package's first."""
+    for name in sorted(set(ours) | set(theirs)):
+        before, after = ours.get(name, b""), theirs.get(name, b"")
+        if before == after or name.endswith("/RECORD"):
+            continue
+        try:
+            old, new = before.decode().splitlines(), after.decode().splitlines()
+        except UnicodeDecodeError:
+            yield f"{name}: other bytes ({len(before)} and {len(after)})"
+            continue
+        yield from difflib.unified_diff(
+            old, new, fromfile=f"installed/{name}", tofile=f"artifact/{name}", lineterm="", n=1
+        )
+
+
+def _listed(files: Mapping[str, bytes]) -> Iterator[str]:
+    for name, data in sorted(files.items()):
+        yield f"{name} ({len(data)} bytes, sha256:{hashlib.sha256(data).hexdigest()[:16]}…)"
+    yield from files.get("Dockerfile", b"").decode("utf-8", "replace").splitlines()
+
+
+def _shortened(lines: Iterator[str]) -> list[str]:
+    shown = list(lines)
+    if len(shown) <= _SHOWN_LINES:
+        return shown
+    return [*shown[:_SHOWN_LINES], f"… and {len(shown) - _SHOWN_LINES} lines more"]

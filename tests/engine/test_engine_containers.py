@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,11 +19,12 @@ from tiny_image import make_tiny_image
 from attnrepro.engines import closed
 from attnrepro.engines.base import ContainerSpec, Engine, ExitStatus, ImageIdentity, Mount
 from attnrepro.engines.docker import DockerEngine
+from attnrepro.engines.gpu import GpuAccess, GpuMode
 from attnrepro.engines.podman import PodmanEngine
 from attnrepro.errors import ImageDiffers, Interrupted, Unavailable
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.engine
 
@@ -300,3 +303,79 @@ def test_interrupt_while_removing_waits(
         engine.run(shell(spec, "sleep 60"), log=tmp_path / "log")
     timer.join()
     assert not exists(engine, spec.name)
+
+
+@pytest.fixture
+def cdi_device() -> Iterator[str]:
+    """A CDI device of our own: no GPU, but the same door."""
+    if os.getuid() != 0:
+        pytest.skip("writing to /etc/cdi needs root")
+    path = Path(f"/etc/cdi/attnrepro-test-{os.getpid()}.json")
+    document = {
+        "cdiVersion": "0.5.0",
+        "kind": "attnrepro.test/gpu",
+        "devices": [
+            {"name": "0", "containerEdits": {"deviceNodes": [{"path": "/dev/loop-control"}]}}
+        ],
+        "containerEdits": {
+            "mounts": [
+                {
+                    "hostPath": "/usr/share",
+                    "containerPath": "/driver",
+                    "options": ["ro", "nosuid", "nodev", "bind", "rbind"],
+                }
+            ],
+            "env": ["ATTNREPRO_CDI_DRIVER=1.2.3"],
+        },
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document))
+    yield "attnrepro.test/gpu=0"
+    path.unlink()
+
+
+LOOK = """
+[ -c /dev/loop-control ] && echo node
+[ -d /driver ] && echo driver
+( : >/driver/x ) 2>/dev/null && echo wrote
+env | while read -r line; do case $line in LD_LIB*|ATTN*) echo "$line" ;; esac; done
+"""
+
+
+def test_device_enters_by_cdi(
+    engine: DockerEngine | PodmanEngine, spec: ContainerSpec, tmp_path: Path, cdi_device: str
+) -> None:
+    if not engine.doors().cdi:
+        pytest.skip(engine.doors().cdi_reason)
+    gpu = GpuAccess(
+        mode=GpuMode.CDI,
+        device_id="test",
+        cdi_names=(cdi_device,),
+        library_path=("/driver",),
+        facts={"gpu_mode": "cdi"},
+    )
+    status, log = run(engine, shell(spec, LOOK, gpu=gpu), tmp_path)
+    assert set(log.split()) == {
+        "node",
+        "driver",
+        "LD_LIBRARY_PATH=/driver",
+        "ATTNREPRO_CDI_DRIVER=1.2.3",
+    }
+    assert status.engine_facts["gpu_mode"] == "cdi"
+    closed.preflight(engine, replace(spec, gpu=gpu), log=tmp_path / "log")
+
+
+def test_device_enters_by_its_node(engine: Engine, spec: ContainerSpec, tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("/dev/loop-control is root's")
+    gpu = GpuAccess(
+        mode=GpuMode.NODES,
+        device_id="test",
+        nodes=("/dev/loop-control",),
+        mounts=(("/usr/share", "/driver"),),
+        library_path=("/driver",),
+    )
+    _, log = run(engine, shell(spec, LOOK, gpu=gpu), tmp_path)
+    assert set(log.split()) == {"node", "driver", "LD_LIBRARY_PATH=/driver"}
+    _, log = run(engine, shell(spec, LOOK, name=closed.container_name()), tmp_path)
+    assert log == ""

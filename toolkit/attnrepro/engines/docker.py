@@ -2,58 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from attnrepro.engines import closed
 from attnrepro.engines.base import OWNER_LABEL, EngineFacts
+from attnrepro.engines.dockerapi import (
+    ANY_API,
+    CALL_SECONDS,
+    START_HINT,
+    Api,
+    connection,
+    endpoint,
+    knock,
+)
 from attnrepro.engines.gpu import EngineDoors, GpuMode
 from attnrepro.errors import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    import requests
-
     from attnrepro.engines.base import ContainerSpec, ExitStatus, ImageIdentity
-
-_CALL_SECONDS: Final = 30
-"""Limit of one ordinary call; loading an image and waiting have none."""
-_ANY_API: Final = "1.44"
-"""Spelt only to ask, without a version in the path, which API version the daemon speaks."""
-_DEFAULT_SOCKET: Final = "unix:///var/run/docker.sock"
-_START_HINT: Final = (
-    "start Docker (systemctl start docker), point DOCKER_HOST at its socket, join the group that "
-    "may use it, or use podman: attnrepro doctor says what is there"
-)
-
-
-class _Api(Protocol):
-    """What we call of `docker.APIClient`, whose own types are partial."""
-
-    timeout: int | None
-    hooks: dict[str, list[Callable[..., None]]]
-
-    def attach(
-        self, container: str, *, stdout: bool, stderr: bool, stream: bool
-    ) -> Iterable[bytes]: ...
-    def close(self) -> None: ...
-    def containers(self, *, all: bool, filters: dict[str, str]) -> list[dict[str, Any]]: ...
-    def create_container_from_config(self, config: dict[str, Any], name: str) -> dict[str, Any]: ...
-    def info(self) -> dict[str, Any]: ...
-    def inspect_container(self, container: str) -> dict[str, Any]: ...
-    def inspect_image(self, image: str) -> dict[str, Any]: ...
-    def kill(self, container: str) -> None: ...
-    def load_image(self, data: IO[bytes], *, quiet: bool) -> Iterable[dict[str, Any]]: ...
-    def remove_container(self, container: str, *, force: bool, v: bool) -> None: ...
-    def remove_image(self, image: str, *, force: bool) -> None: ...
-    def start(self, container: str) -> None: ...
-    def version(self, *, api_version: bool) -> dict[str, Any]: ...
-    def wait(self, container: str) -> dict[str, Any]: ...
 
 
 class DockerEngine:
@@ -135,8 +107,8 @@ class DockerEngine:
         config: dict[str, Any],
         log: Path,
         stop: Callable[[], bool] | None,
-        client: _Api,
-        streams: _Api,
+        client: Api,
+        streams: Api,
     ) -> ExitStatus:
         from docker.errors import NotFound
 
@@ -152,7 +124,7 @@ class DockerEngine:
         copy.start()
         began = time.monotonic_ns()
         client.start(container)
-        waiter = _Waiter(self._url, self._api or _ANY_API, container)
+        waiter = _Waiter(self._url, self._api or ANY_API, container)
         waiter.start()
         limit = spec.timeout_seconds
         ending = closed.watch(
@@ -163,7 +135,7 @@ class DockerEngine:
         if ending != "done":
             with suppress(Exception):  # it may have ended by itself meanwhile
                 client.kill(container)
-            waiter.done.wait(_CALL_SECONDS)
+            waiter.done.wait(CALL_SECONDS)
         duration = time.monotonic_ns() - began
         if waiter.error is not None:
             raise waiter.error
@@ -213,7 +185,7 @@ class DockerEngine:
                     self._remove(entry["Id"])
 
     @contextmanager
-    def _client(self, *, timeout: int | None = _CALL_SECONDS) -> Iterator[_Api]:
+    def _client(self, *, timeout: int | None = CALL_SECONDS) -> Iterator[Api]:
         """Open a connection of our own, with every transport error told as Unavailable."""
         import requests
         import urllib3
@@ -221,10 +193,11 @@ class DockerEngine:
 
         try:
             if self._api is None:
+                knock(self._url)
                 # Not the SDK's own "auto", which leaks its connection where the answer is bad.
-                with _connection(self._url, _ANY_API) as client:
+                with connection(self._url, ANY_API) as client:
                     self._api = str(client.version(api_version=False)["ApiVersion"])
-            with _connection(self._url, self._api) as client:
+            with connection(self._url, self._api) as client:
                 client.timeout = timeout
                 yield client
         except (NotFound, ImageNotFound):
@@ -234,7 +207,7 @@ class DockerEngine:
             raise Unavailable(message, hint="attnrepro doctor checks the engine") from None
         except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError) as error:
             message = f"Docker does not answer at {self._url}: {error}"
-            raise Unavailable(message, hint=_START_HINT) from None
+            raise Unavailable(message, hint=START_HINT) from None
 
 
 class _Waiter(threading.Thread):
@@ -251,53 +224,16 @@ class _Waiter(threading.Thread):
     def run(self) -> None:
         """Wait; an engine that goes away meanwhile is an error, not an exit code."""
         try:
-            with _connection(self._url, self._api) as client:
+            with connection(self._url, self._api) as client:
                 client.timeout = None
                 client.wait(self._container)
         except Exception as error:
             # Any failure to wait means that the engine is gone: sockets, HTTP, JSON or API.
             self.error = Unavailable(
-                f"Docker went away while the container ran: {error}", hint=_START_HINT
+                f"Docker went away while the container ran: {error}", hint=START_HINT
             )
         finally:
             self.done.set()
-
-
-@contextmanager
-def _connection(url: str, api: str) -> Iterator[_Api]:
-    import docker
-
-    client = cast("_Api", docker.APIClient(base_url=url, version=api, timeout=_CALL_SECONDS))
-    # The SDK leaves a stream's connection to the garbage collector; we close what came.
-    responses: list[requests.Response] = []
-    client.hooks["response"].append(lambda response, **_: responses.append(response))
-    try:
-        yield client
-    finally:
-        for response in responses:
-            response.close()
-        client.close()
-
-
-def endpoint() -> str:
-    """Find the address that the user's own docker client would use."""
-    if host := os.environ.get("DOCKER_HOST"):
-        return host
-    from docker.context import ContextAPI
-    from docker.errors import DockerException
-
-    name = os.environ.get("DOCKER_CONTEXT")
-    try:
-        context: Any = ContextAPI.get_context(name) if name else ContextAPI.get_current_context()
-    except DockerException as error:
-        message = f"Docker's configuration cannot be read: {error}"
-        raise Unavailable(message, hint="docker context ls shows the contexts") from None
-    if context is not None:
-        return str(context.Host or _DEFAULT_SOCKET)
-    if name:
-        message = f"there is no Docker context {name!r}"
-        raise Unavailable(message, hint="docker context ls shows the contexts")
-    return _DEFAULT_SOCKET
 
 
 def facts_of(info: Mapping[str, Any]) -> EngineFacts:

@@ -4,7 +4,7 @@ import io
 import zipfile
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrepro.artifact import container
@@ -24,6 +24,7 @@ def _possible(members: dict[str, bytes]) -> bool:
     return True
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(NAME, st.binary(max_size=50), max_size=8).filter(_possible))
 def test_read_inverts_write(members: dict[str, bytes]) -> None:
     data = container.write(members)
@@ -33,6 +34,7 @@ def test_read_inverts_write(members: dict[str, bytes]) -> None:
         assert {name: archive.read(name) for name in archive.namelist()} == members
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=300))
 def test_reading_anything_rejects_or_round_trips(data: bytes) -> None:
     again, rule = data, ""
@@ -44,6 +46,7 @@ def test_reading_anything_rejects_or_round_trips(data: bytes) -> None:
     assert rule == "" or (rule is not None and rule.startswith("container."))
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_change_rejects(data: st.DataObject) -> None:
     honest = container.write({"a/b.json": b"{}", "c": b"123"})

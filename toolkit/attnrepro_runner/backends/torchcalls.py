@@ -187,6 +187,18 @@ class TorchPrepared:
             self.tensors.k[self._append_at] = self.tensors.k_new
             self.tensors.v[self._append_at] = self.tensors.v_new
 
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of other tensors of the bound shapes; differentiable in training phases."""
+        bound = self.q, self.k, self.v
+        self.q, self.k, self.v = q, k, v
+        try:
+            if self._append_in_call:
+                self.append_step()
+            with torch.set_grad_enabled(self._training):
+                return self._forward()[0]
+        finally:
+            self.q, self.k, self.v = bound
+
     def _bind_append(self, count: int) -> None:
         device = self.tensors.k.device
         last = torch.tensor(self._workload.seqlens_k, device=device)[:, None]

@@ -50,14 +50,19 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.dtype][0])
 
 
+def poison_bits(dtype: torch.dtype) -> int:
+    """Return the NaN pattern of a dtype as an integer."""
+    return _BITS[dtype][1]
+
+
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with the NaN pattern of its dtype."""
-    as_integers(tensor).fill_(_BITS[tensor.dtype][1])
+    as_integers(tensor).fill_(poison_bits(tensor.dtype))
 
 
 def is_poison(tensor: torch.Tensor) -> torch.Tensor:
     """Return where a tensor still holds the NaN pattern, bit for bit."""
-    found: torch.Tensor = as_integers(tensor) == _BITS[tensor.dtype][1]
+    found: torch.Tensor = as_integers(tensor) == poison_bits(tensor.dtype)
     return found
 
 

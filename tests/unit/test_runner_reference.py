@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnrepro_runner import inputs, reference, views
+from attnrepro_runner.semantics import Workload
+
+CPU = torch.device("cpu")
+
+
+def make(**changes: Any) -> Workload:
+    document: dict[str, Any] = {
+        "phase": "forward_backward",
+        "batch": 1,
+        "seqlen_q": 6,
+        "seqlen_k": 9,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "head_dim": 8,
+        "head_dim_v": 4,
+        "dtype": "float32",
+    }
+    return Workload.parse(document | changes)
+
+
+def by_definition(
+    workload: Workload, b: int, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row and one key at a time, straight from the semantics module."""
+    rows, lses = [], []
+    slopes = workload.alibi_slopes()
+    for i in range(workload.seqlens_q[b]):
+        lo, hi = workload.key_range(b, i)
+        logits = []
+        for j in range(lo, hi):
+            s = (q[i] * k[j]).sum() * workload.scale_value
+            if workload.softcap is not None:
+                s = workload.softcap * torch.tanh(s / workload.softcap)
+            if slopes is not None:
+                s = s - slopes[h] * abs(i + workload.offset(b) - j)
+            logits.append(s)
+        if not logits:
+            rows.append(v.new_zeros(workload.head_dim_v) + 0 * q[i].sum())
+            lses.append(torch.tensor(-math.inf, dtype=torch.float64))
+            continue
+        stacked = torch.stack(logits)
+        lses.append(torch.logsumexp(stacked, 0))
+        rows.append(torch.softmax(stacked, 0) @ v[lo:hi])
+    return torch.stack(rows), torch.stack(lses)
+
+
+MASKS = st.fixed_dictionaries(
+    {
+        "causal": st.sampled_from(["none", "top_left", "bottom_right"]),
+        "window": st.none()
+        | st.fixed_dictionaries(
+            {
+                "left": st.none() | st.integers(0, 8),
+                "right": st.none() | st.integers(0, 8),
+            }
+        ),
+    }
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seqlen_q=st.integers(1, 7),
+    seqlen_k=st.integers(0, 7),
+    mask=MASKS,
+    softcap=st.none() | st.just(1.5),
+    alibi=st.none() | st.just({"slopes": [0.5, 0.25, 1.0, 0.0]}),
+    scale=st.sampled_from(["rsqrt_head_dim", 0.7]),
+    tile=st.sampled_from([1, 16, 1 << 20]),
+)
+def test_output_lse_and_gradients_by_definition(
+    seqlen_q: int,
+    seqlen_k: int,
+    mask: dict[str, Any],
+    softcap: float | None,
+    alibi: dict[str, Any] | None,
+    scale: Any,
+    tile: int,
+) -> None:
+    workload = make(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask, softcap=softcap, alibi=alibi, scale=scale
+    )
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    heads = (2, 3)
+    given_ = reference.from_tensors(workload, tensors, 0, heads)
+    before = reference._TILE_CPU
+    reference._TILE_CPU = tile
+    try:
+        found = reference.attend(workload, given_, 0, heads, reference.HIGH)
+    finally:
+        reference._TILE_CPU = before
+    q = given_.q.double().requires_grad_()
+    k, v = given_.k.double().requires_grad_(), given_.v.double().requires_grad_()
+    parts = [by_definition(workload, 0, h, q[n], k, v) for n, h in enumerate(heads)]
+    out = torch.stack([part[0] for part in parts])
+    lse = torch.stack([part[1] for part in parts])
+    close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(found.out, out, **close)
+    torch.testing.assert_close(found.lse, lse, **close)
+    assert given_.grad_out is not None
+    grads = torch.autograd.grad(
+        out, (q, k, v), given_.grad_out.double(), allow_unused=True, materialize_grads=True
+    )
+    for name, expected in zip(("dq", "dk", "dv"), grads, strict=True):
+        torch.testing.assert_close(getattr(found, name), expected, **close)
+
+
+def test_dropout_with_a_given_mask() -> None:
+    workload = make(dropout={"p": 0.25, "seed": 1}, heads_q=1, heads_kv=1, mask={})
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    kept = torch.arange(6 * 9).view(6, 9) % 4 != 1
+    given_ = reference.from_tensors(workload, tensors, 0, (0,))
+    found = reference.attend(workload, given_, 0, (0,), reference.HIGH, keep=lambda b, h: kept)
+    q, k, v = (x.double().requires_grad_() for x in (given_.q, given_.k, given_.v))
+    weights = torch.softmax(q @ k.T * workload.scale_value, -1) * kept / 0.75
+    torch.testing.assert_close(found.out, weights @ v, rtol=1e-12, atol=1e-12)
+    assert given_.grad_out is not None
+    grads = torch.autograd.grad(weights @ v, (q, k, v), given_.grad_out.double())
+    torch.testing.assert_close((found.dq, found.dk, found.dv), grads, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_of_rows_are_those_rows() -> None:
+    workload = make(phase="forward", seqlen_q=50, seqlen_k=50, mask={"causal": "top_left"})
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    given_ = reference.from_tensors(workload, tensors, 0, (0,))
+    whole = reference.attend(workload, given_, 0, (0,), reference.HIGH)
+    part = reference.attend(
+        workload, given_, 0, (0,), reference.HIGH, blocks=[range(16, 32), range(48, 50)]
+    )
+    assert part.rows.tolist() == [*range(16, 32), 48, 49]
+    torch.testing.assert_close(part.out, whole.out[:, part.rows], rtol=1e-13, atol=1e-13)
+    training = make()
+    tensors = inputs.make_inputs(training, {}, stream=0, device=CPU)
+    with pytest.raises(ValueError, match="every row"):
+        reference.attend(
+            training,
+            reference.from_tensors(training, tensors, 0, (0,)),
+            0,
+            (0,),
+            reference.HIGH,
+            blocks=[range(2)],
+        )
+
+
+def test_low_rounds_once_and_ignores_the_process_precision() -> None:
+    workload = make(phase="forward", dtype="bfloat16", seqlen_q=64, seqlen_k=64, head_dim=64)
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    given_ = reference.from_tensors(workload, tensors, 0, (0, 1))
+    high = reference.attend(workload, given_, 0, (0, 1), reference.HIGH)
+    low = reference.attend(workload, given_, 0, (0, 1), reference.low_precision(workload))
+    assert torch.equal(low.out, low.out.bfloat16().float())
+    error = (low.out.double() - high.out).abs().max()
+    assert 0 < float(error) < float(high.out.abs().max()) * 2**-7
+    try:
+        torch.set_float32_matmul_precision("medium")
+        again = reference.attend(workload, given_, 0, (0, 1), reference.low_precision(workload))
+        assert torch.equal(again.lse, low.lse)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_descales_enter_logits_and_values() -> None:
+    workload = make(
+        phase="forward",
+        dtype="float8_e4m3fn",
+        head_dim_v=8,
+        fp8={"q_descale": [0.5], "k_descale": [0.25, 2.0], "v_descale": [4.0, 1.0]},
+    )
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    for g, (k_scale, v_scale) in enumerate(((0.25, 4.0), (2.0, 1.0))):
+        heads = (2 * g, 2 * g + 1)
+        given_ = reference.from_tensors(workload, tensors, 0, heads)
+        found = reference.attend(workload, given_, 0, heads, reference.HIGH)
+        q = views.query_rows(tensors.q, workload, 0, 2 * g).double() * 0.5
+        k = views.key_rows(tensors.k, workload, 0, g).double() * k_scale
+        v = views.key_rows(tensors.v, workload, 0, g).double() * v_scale
+        expected = torch.softmax(q @ k.T / math.sqrt(8), -1) @ v
+        torch.testing.assert_close(found.out[0], expected, rtol=1e-12, atol=1e-12)

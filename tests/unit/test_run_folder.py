@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from host_fakes import task
 
-from attnrepro.errors import UsageError
+from attnrepro.errors import AttnreproError, UsageError
 from attnrepro.runfolder import RunFolder, key_of, open_folder
 
 if TYPE_CHECKING:
@@ -142,3 +142,13 @@ def test_each_start_has_its_own_log(folder: RunFolder) -> None:
     first = folder.next_log("s0")
     first.write_bytes(b"")
     assert folder.next_log("s0") != first
+
+
+def test_invalid_result_of_a_finished_runner_is_its_mistake(folder: RunFolder) -> None:
+    state = folder.start(KEY)
+    path = put_result(folder, "check", state.run_id)
+    folder.check_results("s0")
+    path.write_text(path.read_text().replace('"entries"', '"entrees"'))
+    with pytest.raises(AttnreproError, match=r"check\.json is not valid: .*entr"):
+        folder.check_results("s0")
+    assert path.exists()

@@ -123,6 +123,7 @@ def execute(
                 run_id=state.run_id,
                 progress=progress,
             )
+            folder.check_results(segment.id)
             facts |= {str(key): str(value) for key, value in status.engine_facts.items()}
             missing = _ending(status, segment, folder, state.run_id, total_seconds) or missing
             settled |= _settled(segment, folder, state.run_id)

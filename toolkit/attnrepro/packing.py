@@ -100,6 +100,8 @@ def content(
     for segment in segments:
         for log in sorted((folder.path / segment / "logs").glob("*.log")):
             files[f"logs/{segment}/{log.name}"] = redactor.text(_tail(log.read_bytes()))
+        if workers := folder.worker_logs(segment):
+            files[f"logs/{segment}/workers.log"] = redactor.text(_tail(workers))
         for name in sorted(wanted):
             try:
                 files[name] = folder.read(segment, name)
@@ -112,7 +114,7 @@ def content(
     packed = Content(
         manifest=manifest,
         repeatable=merged.repeatable,
-        observations=merged.observations,
+        observations=redactor.reasons(merged.observations),
         files=files,
     )
     return packed, redactor.kinds()
@@ -172,6 +174,19 @@ class Redactor:
                 self._seen.add(kind)
                 text = replaced
         return text.encode()
+
+    def reasons(self, document: Any) -> Any:
+        """The document with every `reason` and `place` redacted: they quote what a library said."""
+        if isinstance(document, dict):
+            return {
+                key: self.text(value.encode()).decode()
+                if key in ("reason", "place") and isinstance(value, str)
+                else self.reasons(value)
+                for key, value in document.items()
+            }
+        if isinstance(document, list):
+            return [self.reasons(item) for item in document]
+        return document
 
     def word(self, part: str) -> str:
         """One word of a command line; of an absolute path the last component alone."""

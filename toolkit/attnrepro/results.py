@@ -97,7 +97,8 @@ def merge(
 
     Raises AttnreproError where a result names a sample that cannot be read.
     """
-    results = sorted(tasks, key=lambda task: (task["started_ns"], task["task"]))
+    turns = {task["id"]: turn for turn, task in enumerate(t for j in jobs for t in j["tasks"])}
+    results = sorted(tasks, key=lambda task: turns[task["task"]])
     timing = manifest["timing"]
     declared = {subject["id"]: subject for subject in manifest["subjects"]}
     expected = manifest["inputs"]["expected"]

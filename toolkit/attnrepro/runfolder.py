@@ -148,18 +148,54 @@ class RunFolder:
 
         A file that is broken, or of another run, is removed so that its task runs again.
         """
-        folder = self.out(segment) / "tasks"
-        names = sorted(folder.glob("*.json")) if folder.is_dir() else []
-        for path in names:
+        for path in self._result_files(segment):
             try:
-                document = jsonio.loads(_read(path, _LARGEST_RESULT), what=path.name)
-                problems = schema.validate("result", document)
+                document = self._result(path)
             except (OSError, AttnreproError):
-                problems = None
-            if problems == [] and document["run"] == run_id:
+                path.unlink()
+                continue
+            if document["run"] == run_id:
                 yield document
             else:
                 path.unlink()
+
+    def check_results(self, segment: str) -> None:
+        """Hold what the runner has just written against the schema.
+
+        Raises AttnreproError naming the first problem: a result that is not valid is a mistake of
+        the runner, and is not taken for one that is missing.
+        """
+        for path in self._result_files(segment):
+            try:
+                self._result(path)
+            except OSError as error:
+                message = f"the runner's result {path.name} cannot be read: {error}"
+                raise AttnreproError(message) from error
+
+    def _result_files(self, segment: str) -> list[Path]:
+        folder = self.out(segment) / "tasks"
+        return sorted(folder.glob("*.json")) if folder.is_dir() else []
+
+    def _result(self, path: Path) -> dict[str, Any]:
+        """Raises OSError, AttnreproError."""
+        document = jsonio.loads(_read(path, _LARGEST_RESULT), what=path.name)
+        if problems := schema.validate("result", document):
+            message = f"the runner's result {path.name} is not valid: {problems[0].line()}"
+            raise AttnreproError(message, problems=problems[1:])
+        found: dict[str, Any] = document
+        return found
+
+    def worker_logs(self, segment: str) -> bytes:
+        """What the workers of a segment printed, one after the other, each under its name."""
+        parts = []
+        for path in sorted((self.out(segment) / "logs").glob("*.log")):
+            try:
+                data = _read(path, _LARGEST_FILE)
+            except OSError:
+                continue  # no plain file, or larger than anybody reads
+            if data:
+                parts += [f"== {path.name}\n".encode(), data, b"\n"]
+        return b"".join(parts)
 
     def read(self, segment: str, name: str) -> bytes:
         """A file that the container wrote, by its path below the segment's out folder.

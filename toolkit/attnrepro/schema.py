@@ -101,11 +101,10 @@ def fill(schema: JsonObject, value: Any, *, kind: str) -> Any:
     schema = schema_words.resolve(schema, root)
     if not isinstance(value, dict | list):
         return value
-    if "anyOf" in schema:
-        for branch in schema["anyOf"]:
+    for keyword in schema_words.CHOICES:
+        for branch in schema.get(keyword, ()):
             if _validator(kind).evolve(schema=branch).is_valid(value):
                 return fill(branch, value, kind=kind)
-        return copy.deepcopy(value)
     if isinstance(value, list):
         items = schema.get("items", {})
         return [fill(items, item, kind=kind) for item in value]
@@ -170,6 +169,7 @@ def _validator(kind: str) -> Validator:
         Draft202012Validator,
         {
             "anyOf": _any_of,
+            "oneOf": _any_of,
             "items": _items,
             "uniqueItems": _unique_items,
             "pattern": _pattern,
@@ -208,7 +208,7 @@ def _any_of(
         if not errors:
             return
         context.extend(errors)
-    yield _error("anyOf", context=context)
+    yield _error("no branch fits", context=context)
 
 
 def _items(validator: Any, items: Any, instance: object, schema: JsonObject) -> Iterator[Any]:
@@ -258,7 +258,7 @@ def _required(
 def _additional(
     validator: Any, allowed: Any, instance: object, schema: JsonObject
 ) -> Iterator[Any]:
-    if not isinstance(instance, dict):
+    if not isinstance(instance, dict) or len(instance) > schema.get("maxProperties", len(instance)):
         return
     known = schema.get("properties", {})
     patterns = [_compiled(p) for p in schema.get("patternProperties", {})]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MAX_WORDS: Final = 80
 _MAX_PATTERN: Final = 60
+CHOICES: Final = ("anyOf", "oneOf")
+"""Keywords whose branches are alternatives; the schemas here use oneOf for disjoint ones only."""
 _ARTICLES: Final = {
     "object": "an object",
     "array": "a list",
@@ -66,17 +68,19 @@ def resolve(schema: Any, root: JsonObject) -> JsonObject:
 
 
 def branches(schema: JsonObject, root: JsonObject) -> list[JsonObject]:
-    """The schema itself, or its `anyOf` branches resolved."""
-    if "anyOf" not in schema:
-        return [schema]
-    return [b for part in schema["anyOf"] for b in branches(resolve(part, root), root)]
+    """The schema itself, or its `anyOf` or `oneOf` branches resolved."""
+    for keyword in CHOICES:
+        if keyword in schema:
+            return [b for part in schema[keyword] for b in branches(resolve(part, root), root)]
+    return [schema]
 
 
 def describe(schema: Any, root: JsonObject) -> str:
     """What a schema allows, in words."""
     schema = resolve(schema, root)
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(describe(part, root) for part in schema["anyOf"]))
+    for keyword in CHOICES:
+        if keyword in schema:
+            return " or ".join(dict.fromkeys(describe(part, root) for part in schema[keyword]))
     if "const" in schema:
         return json.dumps(schema["const"])
     if "enum" in schema:
@@ -116,7 +120,7 @@ def problems(error: ValidationError, root: JsonObject, prefix: str) -> list[Prob
 
     `prefix` is the pointer of the value that was validated.
     """
-    if error.validator == "anyOf" and (meant := _meant_branch(error)):
+    if error.validator in CHOICES and (meant := _meant_branch(error)):
         return [p for inner in meant for p in problems(inner, root, prefix)]
     return [_problem(error, root, prefix)]
 
@@ -193,7 +197,7 @@ def _fix(error: ValidationError) -> str:
 
 
 def _meant_branch(error: ValidationError) -> list[ValidationError]:
-    """The errors of the one `anyOf` branch that was meant; empty if none stands out.
+    """The errors of the one branch of a choice that was meant; empty if none stands out.
 
     A branch whose kind (type, const, enum at the value itself) already fails was not meant.
     """

@@ -118,9 +118,8 @@ def _in_cells(cell: Cell, count: int, total: int) -> str:
 
 def _complaints(cell: Cell, *, timed: bool) -> Iterator[Complaint]:
     workload = cell.workload
-    yield from _sizes(workload)
-    yield from _phase(workload)
-    yield from _combinations(workload)
+    own = [*_sizes(workload), *_phase(workload), *_combinations(workload)]
+    yield from own
     distribution = cell.inputs["distribution"]
     if timed and distribution in LOW_ENTROPY:
         yield Complaint(
@@ -132,7 +131,13 @@ def _complaints(cell: Cell, *, timed: bool) -> Iterator[Complaint]:
     try:
         parsed = cell.parsed
     except WorkloadError as error:
+        told = {complaint.pointer for complaint in own}
         for defect in error.defects:
+            tensor = defect.pointer.removeprefix("/strides/")
+            if "/workload" + defect.pointer in told or (
+                "/workload" in told and tensor in TENSOR_NAMES and not workload["strides"][tensor]
+            ):
+                continue
             yield Complaint(
                 pointer="/workload" + defect.pointer,
                 found=schema_words.shorten(defect.found, 60).strip('"'),
@@ -140,16 +145,28 @@ def _complaints(cell: Cell, *, timed: bool) -> Iterator[Complaint]:
                 fix=_FIXES.get(defect.pointer, "choose an allowed value"),
             )
         return
-    if (size := _tensor_bytes(parsed)) > MAX_INTEGER:
-        yield Complaint(
-            pointer="/workload",
-            found=f"tensors of {size} bytes",
-            allowed="at most 2^53 - 1 bytes",
-            fix="make batch, lengths, heads or head_dim smaller",
-        )
+    if not any(c.pointer == "/workload" for c in own) and _tensor_bytes(parsed) > MAX_INTEGER:
+        yield _overflow(_tensor_bytes(parsed))
+
+
+def _overflow(size: int) -> Complaint:
+    return Complaint(
+        pointer="/workload",
+        found=f"tensors of {size} bytes",
+        allowed="at most 2^53 - 1 bytes",
+        fix="make batch, lengths, heads or head_dim smaller",
+    )
 
 
 def _sizes(workload: JsonObject) -> Iterator[Complaint]:
+    batch, width = workload["batch"], max(workload["head_dim"], workload["head_dim_v"])
+    tokens = max(
+        sum(n) if isinstance(n, list) else n * batch
+        for n in (workload["seqlen_q"], workload["seqlen_k"])
+    )
+    size = tokens * workload["heads_q"] * width * DTYPE_BYTES[workload["dtype"]]
+    if size > MAX_INTEGER:
+        yield _overflow(size)
     for name in ("seqlen_q", "seqlen_k"):
         lengths = workload[name]
         if lengths == 0 or (isinstance(lengths, list) and not any(lengths)):
@@ -166,6 +183,15 @@ def _sizes(workload: JsonObject) -> Iterator[Complaint]:
                 allowed="lengths of at least 1 outside layout thd",
                 fix='choose layout "thd", or give every sequence a length',
             )
+
+    # The Workload looks at heads only where nothing simpler is wrong.
+    if workload["heads_q"] % workload["heads_kv"]:
+        yield Complaint(
+            pointer="/workload/heads_kv",
+            found=str(workload["heads_kv"]),
+            allowed=f"a divisor of heads_q, {workload['heads_q']}",
+            fix=_FIXES["/heads_kv"],
+        )
 
 
 def _phase(workload: JsonObject) -> Iterator[Complaint]:

@@ -132,6 +132,18 @@ def test_preflight_proves_it(engine: Engine, spec: ContainerSpec, tmp_path: Path
     assert facts["preflight_interfaces"] == "lo"
 
 
+def test_another_user_than_root(engine: Engine, spec: ContainerSpec, tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("the other tests run as another user already")
+    os.chown(tmp_path / "out", 12345, 12345)
+    other = replace(spec, uid=12345, gid=12345)
+    facts = closed.preflight(engine, other, log=tmp_path / "log")
+    assert facts["preflight_CapEff"] == "0" * 16
+    status, log = run(engine, shell(other, "id -u; : >/out/x && echo wrote"), tmp_path)
+    assert (status.code, log.split()) == (0, ["12345", "wrote"])
+    assert (tmp_path / "out" / "x").stat().st_uid == 12345
+
+
 def test_preflight_names_what_fails(engine: Engine, spec: ContainerSpec, tmp_path: Path) -> None:
     # 4 KiB of /tmp with a first file that fills it: the preflight's own file cannot be written.
     broken = replace(spec, tmpfs_bytes=1, uid=spec.uid)

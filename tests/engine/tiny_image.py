@@ -95,7 +95,8 @@ def _layer(extra: str) -> bytes:
         folders = {str(p) for name in files for p in Path(name).parents} - {"."}
         for folder in sorted(folders | {"tmp", "proc", "sys", "dev", "out", "in"}):
             entry = tarfile.TarInfo(folder)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            # Engines give a tmpfs the mode of the image's own folder, whatever they are told.
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
             archive.addfile(entry)
         for name, data in sorted(files.items()):
             _add(archive, name, data, mode=0o755)

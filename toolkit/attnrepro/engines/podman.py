@@ -308,7 +308,7 @@ def run_arguments(
     ]
     if setup.facts.rootless:
         arguments.append("--userns=keep-id")
-    if not setup.controllers:
+    if not setup.controllers and setup.facts.runtime == "crun":  # runc has no such mode
         arguments.append("--cgroups=disabled")
     facts: dict[str, str] = {}
     limits = (

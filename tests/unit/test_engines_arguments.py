@@ -253,11 +253,16 @@ def test_podman_is_told_to_close_everything() -> None:
 def test_podman_tells_of_limits_it_cannot_set() -> None:
     setup = podman_setup(cgroupVersion="v1", security={"rootless": True, "seccompEnabled": True})
     arguments, facts = run_arguments(SPEC, IMAGE.config_digest, setup)
-    assert "--cgroups=disabled" in arguments
+    assert "--cgroups=disabled" not in arguments, "runc refuses it"
     assert "--userns=keep-id" in arguments
     assert not [a for a in arguments if a.startswith(("--memory", "--cpuset", "--pids"))]
     assert facts["limit_memory_bytes"].startswith("not enforced")
     assert facts["limit_cpuset"].startswith("by affinity")
+
+
+def test_crun_is_told_not_to_touch_cgroups_it_cannot_use() -> None:
+    setup = replace(podman_setup(), controllers=frozenset())
+    assert "--cgroups=disabled" in run_arguments(SPEC, IMAGE.config_digest, setup)[0]
 
 
 def test_podman_gets_the_gpu_by_each_door() -> None:

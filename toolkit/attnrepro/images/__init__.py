@@ -1,0 +1,1 @@
+"""Pinned stacks: fetched by hash, built without network, written as one canonical OCI image."""

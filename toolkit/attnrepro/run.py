@@ -18,6 +18,7 @@ from attnrepro.compare import scope
 from attnrepro.engines.lock import device_lock, run_lock
 from attnrepro.errors import AttnreproError, UsageError
 from attnrepro.execute import NO_IMAGE, Segment, execute
+from attnrepro.manifest import cost, stacks
 from attnrepro.manifest import plan as planning
 from attnrepro.placement import place
 from attnrepro.usedimages import distinct
@@ -138,6 +139,8 @@ def perform(
     refs = distinct(subject.image for subject in manifest.subjects)
     ready = {ref: images.get(ref, progress) for ref in refs} if contained else {}
     plan = planning.plan(manifest, adapters=_adapters(ready))
+    expected = cost.estimate(manifest, plan, map(stacks.find, refs))
+    progress(f"{manifest.name}: {len(manifest.cells)} cells, {expected.text()}")
     packing.check_members(
         [segment.job("0" * 16) for segment in plan.segments],
         clocks=len(manifest.document["timing"]["clocks"]) + 1,

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from attnrepro import aa
+from attnrepro.manifest.load import load
+
+
+def timing(medians: list[int], half: int = 1) -> dict[str, Any]:
+    return {
+        "launches": [
+            {
+                "median": {"value_ns": value},
+                "interval": {"lower_ns": value - half, "upper_ns": value + half},
+            }
+            for value in medians
+        ]
+    }
+
+
+def test_quiet_machine_detects_little_differences() -> None:
+    source = random.Random(1)
+    a, b = ([1_000_000 + source.randrange(1000) for _ in range(10)] for _ in range(2))
+    found = aa.judge(timing(a), timing(b), where="here")
+    assert found.comparisons == 252
+    assert found.false_verdicts == 0
+    assert found.smallest_detectable == 1.03
+    assert found.scatter < 1.002
+
+
+def test_noisy_machine_says_so() -> None:
+    source = random.Random(2)
+    a, b = ([round(1e6 * source.lognormvariate(0, 0.2)) for _ in range(10)] for _ in range(2))
+    found = aa.judge(timing(a), timing(b), where="here")
+    assert found.smallest_detectable is not None
+    assert found.smallest_detectable > 1.2
+    assert found.disjoint[0] > 100
+    assert found.disjoint[1] == 190
+    assert "identical code" in found.text()
+    assert found.document()["false_verdict_rate"] == found.false_verdicts / 252
+
+
+def test_unequal_sides_are_seen_as_false_verdicts() -> None:
+    a, b = [1000 + n for n in range(10)], [1300 + n for n in range(10)]
+    assert aa.judge(timing(a), timing(b), where="here").false_verdicts == 252
+
+
+def test_hopeless_machine_detects_nothing() -> None:
+    a = [10**3, 10**6] * 5
+    found = aa.judge(timing(a), timing(a), where="here")
+    assert found.smallest_detectable is None
+    assert "no difference up to 4×" in found.text()
+
+
+def test_own_manifest_is_valid() -> None:
+    import json
+
+    loaded = load(json.dumps(aa._MANIFEST).encode())
+    assert {s.backend for s in loaded.subjects} == {"sdpa.flash"}
+    assert loaded.document["timing"]["launches"] == aa.MADE

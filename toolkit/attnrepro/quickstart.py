@@ -1,9 +1,8 @@
-"""From nothing to a signed artifact: engine, image, a small benchmark of all four phases, verify."""
+"""From nothing to a signed artifact: engine, image, a small benchmark, verify."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro import resources, run
@@ -17,6 +16,7 @@ from attnrepro.usedimages import StoreImages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from attnrepro.artifact.verify import Verified
     from attnrepro.engines.base import Engine

@@ -295,10 +295,10 @@ def evil_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ATTNREPRO_HOME", str(tmp_path / "home"))
     seen = example.observations()
     cell = seen["cells"][0]
-    cell["label"] = cell["phase"] = EVIL
     cell["uncompared"] = [EVIL]
     cell["subjects"][0]["place"] = seen["run"]["id"] = EVIL
-    cell["subjects"][0]["execution"]["expected"] = EVIL
+    cell["subjects"][0]["execution"]["expected"] = cell["subjects"][0]["reason"] = EVIL
+    seen["device"]["model"] = seen["containment"]["version"] = EVIL
     files = {**example.files(), "logs/flash-0.txt": EVIL.encode()}
     packed = example.content(observations=seen, files=files)
     path = tmp_path / "evil.attnrepro"

@@ -247,6 +247,26 @@ def _counted_twice(seen: dict[str, Any]) -> None:
     seen["summary"]["passed"] = 3
 
 
+def _bad_cell_dropped(seen: dict[str, Any]) -> None:
+    seen["cells"] = []
+    seen["summary"]["passed"] = 0
+
+
+def _better_label(seen: dict[str, Any]) -> None:
+    seen["cells"][0]["label"] = "seqlen_k=131072"
+
+
+def _baseline_dropped(seen: dict[str, Any]) -> None:
+    del seen["cells"][0]["subjects"][1]
+    seen["cells"][0]["subjects"][0]["comparisons"] = []
+    seen["summary"]["passed"] = 1
+
+
+def _another_clock(seen: dict[str, Any]) -> None:
+    timing = seen["cells"][0]["subjects"][0]["timing"]
+    timing["kernel"] = timing.pop("host")
+
+
 def _cell_twice(seen: dict[str, Any]) -> None:
     seen["cells"] *= 2
     seen["summary"]["passed"] = 4
@@ -328,6 +348,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another subject's samples": (_other_samples, "samples.member"),
     "samples elsewhere": (_outside_samples, "samples.member"),
     "summary": (_counted_twice, "crosscheck.summary"),
+    "a bad cell left out": (_bad_cell_dropped, "crosscheck.cells"),
+    "a larger label": (_better_label, "crosscheck.cells"),
+    "the baseline left out": (_baseline_dropped, "crosscheck.cells"),
+    "another clock": (_another_clock, "samples.member"),
     "a cell twice": (_cell_twice, "crosscheck.cells"),
     "another backend": (_subject_unknown, "crosscheck.cells"),
     "another kernel": (_kernel, "crosscheck.execution"),

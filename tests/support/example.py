@@ -9,11 +9,13 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from attnrepro import jsonio
+from attnrepro import repeatable as repeatable_part
 from attnrepro.artifact import bundle, container, sign
 from attnrepro.artifact.content import Content
 from attnrepro.artifact.keys import Signer, generate
 from attnrepro.artifact.public_key import Algorithm, checked
 from attnrepro.compare import published, statistics
+from attnrepro.manifest import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +36,14 @@ def p256_signer() -> Signer:
     return generate(Algorithm.P256)
 
 
-def manifest() -> dict[str, Any]:
+def manifest(**changes: Any) -> dict[str, Any]:
+    """The canonical manifest: every default explicit."""
+    loaded = load(jsonio.canonical({**written(), **changes}))
+    return copy.deepcopy(loaded.document)
+
+
+def written() -> dict[str, Any]:
+    """The manifest as a person writes it."""
     return {
         "schema": "attnrepro.manifest/1",
         "name": "example",
@@ -53,7 +62,8 @@ def manifest() -> dict[str, Any]:
             {"id": "flash", "backend": "sdpa.flash", "role": "candidate"},
             {"id": "eager", "backend": "eager", "role": "baseline"},
         ],
-        "timing": {"launches": 5, "tails": [0.9], "confidence": 0.95},
+        "device": {"vendor": "cpu", "threads": 2},
+        "timing": {"launches": 5, "clocks": ["host"], "tails": [0.9], "confidence": 0.95},
     }
 
 
@@ -189,7 +199,7 @@ def observations() -> dict[str, Any]:
         "cells": [
             {
                 "id": CELL,
-                "label": "S64",
+                "label": "forward",
                 "phase": "forward",
                 "uncompared": [],
                 "subjects": [flash, eager],
@@ -199,37 +209,14 @@ def observations() -> dict[str, Any]:
     }
 
 
-def repeatable(seen: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    subjects = (seen or observations())["cells"][0]["subjects"]
-    names = [subject["subject"] for subject in subjects]
-    return {
-        "schema": "attnrepro.repeatable/1",
-        "inputs": {CELL: {"q": _digest("q")}},
-        "semantics": {
-            "work": {},
-            "probes": {
-                CELL: {
-                    name: {"set": {"v": _digest("probe")}, "levels": {"scale": "rsqrt_head_dim"}}
-                    for name in names
-                }
-            },
-        },
-        "outputs": {
-            "digests": {CELL: {name: {"out": _digest(name)} for name in names}},
-            "not_claimed": {},
-        },
-        "execution": {
-            CELL: {
-                name: {
-                    "operators": {f"aten::{name}": 1},
-                    "kernels": {},
-                    "libraries": {"libtorch_cpu.so": _digest("library")},
-                    "plan": {},
-                }
-                for name in names
-            }
-        },
-    }
+def repeatable(
+    seen: Mapping[str, Any] | None = None, asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    cells = load(jsonio.canonical(dict(asked or manifest()))).cells
+    planned = [{"id": cell.id, "workload": cell.workload} for cell in cells]
+    built = repeatable_part.build(planned, (seen or observations())["cells"], {})
+    built["inputs"] = {CELL: {"q": _digest("q")}}
+    return built
 
 
 def files() -> dict[str, bytes]:
@@ -292,10 +279,11 @@ def small_artifact() -> bytes:
     cell = seen["cells"][0]
     cell["subjects"] = [_subject("flash", "sdpa.flash", "candidate", count=1)]
     seen["summary"]["passed"] = 1
-    same = repeatable(seen)
+    asked = manifest(subjects=written()["subjects"][:1])
     kept = {sample_member("flash", 0), "recipe/attnrepro_runner-0.1.0-py3-none-any.whl"}
     few = {name: data for name, data in files().items() if name in kept}
-    return artifact(observations=seen, repeatable=same, files=few)
+    same = repeatable(seen, asked)
+    return artifact(manifest=asked, observations=seen, repeatable=same, files=few)
 
 
 def verdicts() -> dict[str, Any]:

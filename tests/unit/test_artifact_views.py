@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path  # noqa: TC003 - fixtures are annotated with it
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from attnrepro.artifact.sign import Original
 from attnrepro.artifact.trust import TrustStore
-from attnrepro.artifact.verify import verify
+from attnrepro.artifact.verify import Verified, verify
 from attnrepro.cli.main import run
 from attnrepro.report import attach, export
 from support import example
@@ -228,15 +229,20 @@ def test_attach_names_digest_and_verify_line(
 HOSTILE = "`</code><script>|@maintainer #1 [x](http://e) \n\n# head $\\input{x}$ %_&~^"
 
 
-def _hostile(tmp_path: Path) -> Any:
+def _hostile() -> Verified:
+    """A verified artifact with every text that a view could show made hostile."""
     seen, manifest = example.observations(), example.manifest()
-    seen["cells"][0]["label"] = HOSTILE
-    manifest["title"] = HOSTILE.replace("\n", " ")
-    return verify(example.artifact(observations=seen, manifest=manifest), trust=TrustStore())
+    cell = seen["cells"][0]
+    cell["label"] = seen["device"]["model"] = seen["containment"]["version"] = HOSTILE
+    cell["subjects"][1] |= {"reason": HOSTILE}
+    cell["subjects"][1]["timing"] = {HOSTILE: cell["subjects"][1]["timing"]["host"]}
+    manifest["title"] = HOSTILE
+    documents = {"manifest.json": manifest, "observations.json": seen}
+    return replace(verify(example.artifact(), trust=TrustStore()), documents=documents)
 
 
-def test_markdown_is_inert(tmp_path: Path) -> None:
-    block = attach.markdown(_hostile(tmp_path), file="x`; rm -rf ~.attnrepro")
+def test_markdown_is_inert() -> None:
+    block = attach.markdown(_hostile(), file="x`; rm -rf ~.attnrepro")
     assert "rm -rf" not in block
     for line in block.splitlines():
         assert line.count("`") % 2 == 0 or line.startswith("```")
@@ -247,8 +253,8 @@ def test_markdown_is_inert(tmp_path: Path) -> None:
     assert len({row.count("|") for row in rows}) == 1
 
 
-def test_latex_is_inert(tmp_path: Path) -> None:
-    block = attach.latex(_hostile(tmp_path), file="x.attnrepro")
+def test_latex_is_inert() -> None:
+    block = attach.latex(_hostile(), file="x.attnrepro")
     assert r"\input" not in block
     assert r"\textbackslash{}input\{x\}" in block
     assert block.isascii()

@@ -18,25 +18,33 @@ from attnrepro.errors import Rejected
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from attnrepro.manifest import Manifest
 
-def check(members: Mapping[str, bytes], documents: Mapping[str, Any], statement: Statement) -> None:
+
+def check(
+    members: Mapping[str, bytes],
+    documents: Mapping[str, Any],
+    manifest: Manifest,
+    statement: Statement,
+) -> None:
     """Hold members, documents and statement against each other.
 
     Args:
         members: content.zip's members.
-        documents: parsed `manifest.json`, `repeatable.json`, `observations.json`; valid.
+        documents: parsed `repeatable.json` and `observations.json`, valid, and `verdicts.json`.
+        manifest: loaded from `manifest.json`.
         statement: parsed; its digest of content.zip has been checked.
 
     Raises Rejected with a `crosscheck.*` rule.
     """
     _check_statement(members, documents, statement)
     _check_crate(members)
-    manifest, observations = documents[content.MANIFEST], documents[content.OBSERVATIONS]
+    observations = documents[content.OBSERVATIONS]
     _check_cells(manifest, observations)
-    _check_repeatable(documents[content.REPEATABLE], observations)
+    _check_repeatable(documents[content.REPEATABLE], manifest, observations)
     for where, subject in _subjects(observations):
         _check_status(where, subject)
-    samples.check(members, manifest, observations)
+    samples.check(members, manifest.document, observations)
 
 
 def _check_statement(
@@ -92,31 +100,34 @@ def _check_crate(members: Mapping[str, bytes]) -> None:
         _refuse("ro_crate", f"{rocrate.NAME} lists other files or digests than the content holds")
 
 
-def _check_cells(manifest: Mapping[str, Any], observations: Mapping[str, Any]) -> None:
-    declared = {subject["id"]: subject["backend"] for subject in manifest["subjects"]}
-    identifiers = [cell["id"] for cell in observations["cells"]]
-    if len(set(identifiers)) != len(identifiers):
-        _refuse("cells", "a cell stands twice in observations.json")
+def _check_cells(manifest: Manifest, observations: Mapping[str, Any]) -> None:
+    """Every cell and subject that the manifest asks for is there, once, and no other."""
+    asked = {cell.id: cell for cell in manifest.cells}
+    found = [cell["id"] for cell in observations["cells"]]
+    if sorted(found) != sorted(asked):
+        _refuse("cells", "the observed cells are not those that the manifest asks for")
+    backends = {subject.id: (subject.backend, subject.role) for subject in manifest.subjects}
     for cell in observations["cells"]:
+        wanted = asked[cell["id"]]
+        if (cell["label"], cell["phase"]) != (wanted.label, wanted.workload["phase"]):
+            _refuse("cells", f"cell {cell['id']} has another label or phase than in the manifest")
         names = [subject["subject"] for subject in cell["subjects"]]
-        if len(set(names)) != len(names):
-            _refuse("cells", f"a subject stands twice in cell {cell['id']}")
+        if sorted(names) != sorted(wanted.subjects):
+            _refuse("cells", f"cell {cell['id']} lacks a subject, or shows one more")
         for subject in cell["subjects"]:
-            if declared.get(subject["subject"]) != subject["backend"]:
-                _refuse("cells", f"cell {cell['id']} shows a subject that the manifest lacks")
+            if (subject["backend"], subject["role"]) != backends[subject["subject"]]:
+                _refuse("cells", f"cell {cell['id']} shows another backend than the manifest")
 
 
-def _check_repeatable(claimed: Mapping[str, Any], observations: Mapping[str, Any]) -> None:
-    """What the repeatable part claims must have been seen: bits, probes, kernels."""
-    cells = observations["cells"]
-    known = {cell["id"] for cell in cells}
-    # Inputs and work follow from the manifest, the rest from the observations alone.
-    expected = repeatable.build([], cells, {})
-    if not set(claimed["inputs"]) | set(claimed["semantics"]["work"]) <= known:
+def _check_repeatable(
+    claimed: Mapping[str, Any], manifest: Manifest, observations: Mapping[str, Any]
+) -> None:
+    """What the repeatable part claims must have been seen: bits, probes, kernels, work."""
+    planned = [{"id": cell.id, "workload": cell.workload} for cell in manifest.cells]
+    expected = repeatable.build(planned, observations["cells"], {})
+    if not set(claimed["inputs"]) <= {cell.id for cell in manifest.cells}:
         _refuse("inputs", "repeatable.json names a cell that was not run")
-    if claimed["semantics"]["probes"] != expected["semantics"]["probes"]:
-        _refuse("semantics", "the probes of repeatable.json are not those observed")
-    for section in ("outputs", "execution"):
+    for section in ("semantics", "outputs", "execution"):
         if claimed[section] != expected[section]:
             _refuse(section, f"the section {section} of repeatable.json is not what was observed")
 

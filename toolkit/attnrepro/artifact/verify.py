@@ -20,10 +20,13 @@ from attnrepro.artifact.statement import SCHEMA, Kind, Statement, check_predicat
 from attnrepro.artifact.trust import Standing, TrustStore, independent_owners
 from attnrepro.distribute import oci
 from attnrepro.errors import InvalidDocument, Rejected
+from attnrepro.manifest import load as load_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from attnrepro.manifest import Manifest
 
 BUNDLE: Final = "bundle.sigstore.json"
 CONTENT: Final = "content.zip"
@@ -142,8 +145,9 @@ def verify(
     members = container.read(outer[CONTENT], budget=budget)
     checks.append("content container")
     documents = _documents(members, claim, budget)
+    manifest = _manifest(members[content.MANIFEST])
     checks.append("schemas")
-    crosscheck.check(members, documents, claim)
+    crosscheck.check(members, documents, manifest, claim)
     checks.append("cross-checks")
     return Verified(
         statement=claim,
@@ -259,6 +263,20 @@ def _documents(members: Mapping[str, bytes], claim: Statement, budget: Budget) -
         _refuse("schema.repeatable", "repeatable.json has other sections than those signed")
     documents.pop(rocrate.NAME)
     return documents
+
+
+def _manifest(data: bytes) -> Manifest:
+    """The manifest by its own rules, in its one form. Raises Rejected (`manifest.*`)."""
+    try:
+        loaded = load_manifest(data)
+    except InvalidDocument as error:
+        problems, found = error.problems, error.message
+        if problems:
+            found = f"{found}: {problems[0].line()}"
+        raise Rejected(found, rule="manifest.invalid", problems=problems) from None
+    if loaded.canonical != data:
+        _refuse("manifest.canonical", "the manifest does not spell out every default")
+    return loaded
 
 
 def _parse(name: str, data: bytes, budget: Budget, *, canonical: bool = True) -> Any:

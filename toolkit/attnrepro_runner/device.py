@@ -1,0 +1,106 @@
+"""The device of a run, as one neutral record, whoever made it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnrepro_runner import cpu
+from attnrepro_runner.accelerator import AcceleratorUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnrepro_runner.accelerator import Accelerator
+    from attnrepro_runner.telemetry import Source, Value
+
+
+class Device:
+    """What a run's tasks record of the machine, and what they sample."""
+
+    def __init__(self, vendor: str, threads: int, index: int = 0) -> None:
+        """Look at the CPU and, for another vendor, open its accelerator.
+
+        A device that cannot be opened is recorded with the reason; the workers say what follows.
+        """
+        from attnrepro_runner.telemetry import CpuSource
+
+        self.record: dict[str, object] = {**cpu.describe(), "threads": threads}
+        self.sources: list[Source] = [CpuSource()]
+        self._accelerator: Accelerator | None = None
+        if vendor == "cpu":
+            return
+        host = {"kind": "host", **{k: v for k, v in self.record.items() if k != "kind"}}
+        try:
+            self._accelerator = _open(vendor, index)
+            found = self._accelerator.record().to_dict()
+        except AcceleratorUnavailable as error:
+            self.record = {"kind": vendor, "name": "unavailable", "reason": str(error)}
+        else:
+            self.record = {"kind": vendor, "name": found["model"], **found}
+            self.sources.append(AcceleratorSource(self._accelerator))
+        self.record["host"] = host
+
+    def close(self) -> None:
+        """Release the accelerator's library."""
+        if self._accelerator is not None:
+            self._accelerator.close()
+
+
+class AcceleratorSource:
+    """A GPU's state as columns."""
+
+    columns = (
+        "sm_clock_mhz",
+        "memory_clock_mhz",
+        "power_mw",
+        "energy_mj",
+        "temperature_c",
+        "memory_temperature_c",
+        "utilization_percent",
+        "memory_used_bytes",
+        "throttle",
+        "throttle_raw",
+        "other_processes",
+    )
+
+    _COUNT_EVERY = 25
+
+    def __init__(self, device: Accelerator) -> None:
+        """Read an opened device."""
+        self._device = device
+        self._reads = 0
+        self._others: int | None = None
+
+    def read(self) -> Sequence[Value]:
+        """Return the sample's fields; throttle reasons joined by a space."""
+        if self._reads % self._COUNT_EVERY == 0:
+            self._others = self._device.other_processes()
+        self._reads += 1
+        sample = self._device.sample()
+        throttle = None if sample.throttle is None else " ".join(sample.throttle)
+        return (
+            sample.sm_clock_mhz,
+            sample.memory_clock_mhz,
+            sample.power_mw,
+            sample.energy_mj,
+            sample.temperature_c,
+            sample.memory_temperature_c,
+            sample.utilization_percent,
+            sample.memory_used_bytes,
+            throttle,
+            sample.throttle_raw,
+            self._others,
+        )
+
+
+def _open(vendor: str, index: int) -> Accelerator:
+    if vendor == "nvidia":
+        from attnrepro_runner import nvml
+
+        return nvml.open_nvml(index=index)
+    if vendor == "amd":
+        from attnrepro_runner import amdsmi
+
+        return amdsmi.open_amdsmi(index=index)
+    message = f"no library for devices of {vendor}"
+    raise AcceleratorUnavailable(message)

@@ -1,0 +1,149 @@
+"""One launch: all subjects' workers alive, one at work at a time, blocks in seeded order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, cast
+
+from attnrepro_runner.status import Failure, Status, worst
+from attnrepro_runner.stoprule import Series, StopRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+ORDER_RULE: Final = (
+    "random.Random('order_seed/task').shuffle of the cells, "
+    "random.Random('order_seed/task/cell').shuffle of the subjects before each round of blocks"
+)
+SWITCH_DISCARDS: Final = 2
+
+
+def shuffled(items: Sequence[str], *seed: object) -> list[str]:
+    """Return the items in the order that a seed gives."""
+    order = list(items)
+    random.Random("/".join(map(str, seed))).shuffle(order)
+    return order
+
+
+@dataclass
+class Measured:
+    """One subject of a cell while it is measured."""
+
+    entry: dict[str, object]
+    series: dict[str, Series] = field(default_factory=dict)
+    spent_ns: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    flushed: bool = False
+    failed: bool = False
+
+    @property
+    def sampling(self) -> bool:
+        """Whether more blocks are wanted."""
+        return not self.failed and any(s.stop is None for s in self.series.values())
+
+    def fail(self, failure: Failure) -> None:
+        """Keep what is known; what was measured so far is lost."""
+        self.entry.update(failure.entry())
+        self.failed = True
+        self.series.clear()
+
+
+class CellLaunch:
+    """Measures one cell with all its subjects."""
+
+    def __init__(
+        self,
+        cell: Mapping[str, object],
+        subjects: Sequence[str],
+        *,
+        rule: StopRule,
+        block: int,
+        seed: str,
+        ask: Callable[[str, Mapping[str, object]], dict[str, object] | Failure],
+    ) -> None:
+        """Prepare; nothing is asked yet."""
+        self._cell = cell
+        self._rule = rule
+        self._block = block
+        self._ask = ask
+        self._order = random.Random(seed)
+        self._last: str | None = None
+        self.measured = {
+            name: Measured({"cell": cell["id"], "subject": name, "status": Status.PASS.value})
+            for name in subjects
+        }
+
+    def run(self) -> None:
+        """Open the cell in every worker, take blocks in turn, close it."""
+        for name in self._shuffle(list(self.measured)):
+            self._open(name)
+        while sampling := [name for name, m in self.measured.items() if m.sampling]:
+            for name in self._shuffle(sampling):
+                if self.measured[name].sampling:
+                    self._take(name)
+        for name in self._shuffle([n for n, m in self.measured.items() if m.series]):
+            self._close(name)
+
+    def _shuffle(self, names: list[str]) -> list[str]:
+        self._order.shuffle(names)
+        return names
+
+    def _open(self, name: str) -> None:
+        measured = self.measured[name]
+        answer = self._request(name, {"do": "open", "cell": self._cell})
+        if answer is None:
+            return
+        measured.entry.update(cast("Mapping[str, object]", answer["entry"]))
+        if measured.entry["status"] in {Status.PASS.value, Status.INCONCLUSIVE.value}:
+            clocks = cast("Mapping[str, int]", answer["clocks"])
+            measured.calls = dict(clocks)
+            measured.series = {clock: Series() for clock in clocks}
+            measured.flushed = bool(answer["flushed"])
+
+    def _take(self, name: str) -> None:
+        measured = self.measured[name]
+        usable = min(len(s.usable) for s in measured.series.values() if s.stop is None)
+        count = min(self._block, self._rule.next_look(usable) - usable)
+        discard = SWITCH_DISCARDS if name != self._last else 0
+        wanted = [clock for clock, s in measured.series.items() if s.stop is None]
+        request = {"do": "block", "clocks": wanted, "count": count, "discard": discard}
+        answer = self._request(name, request)
+        if answer is None:
+            return
+        measured.spent_ns += cast("int", answer["spent_ns"])
+        samples = cast("Mapping[str, list[int]]", answer["samples"])
+        for clock in wanted:
+            series = measured.series[clock]
+            series.add(samples[clock], discard)
+            series.stop = self._rule.verdict(series.usable, measured.spent_ns)
+
+    def _close(self, name: str) -> None:
+        measured = self.measured[name]
+        answer = self._request(name, {"do": "close", "cell": self._cell})
+        if answer is None:
+            return
+        after = cast("dict[str, object]", answer["entry"])
+        if measured.entry["status"] != Status.PASS.value:
+            found = worst(Status(str(measured.entry["status"])), Status(str(after["status"])))
+            if found.value == measured.entry["status"]:
+                after = {k: v for k, v in after.items() if k not in ("status", "reason", "place")}
+        measured.entry.update(after)
+        short = [c for c, s in measured.series.items() if len(s.usable) < self._rule.fewest]
+        if short and measured.entry["status"] == Status.PASS.value:
+            n = min(len(measured.series[clock].usable) for clock in short)
+            measured.entry |= {
+                "status": Status.INCONCLUSIVE.value,
+                "reason": f"the budget ended after {n} of {self._rule.fewest} samples "
+                f"({', '.join(short)})",
+                "place": "sampling",
+            }
+
+    def _request(self, name: str, request: Mapping[str, object]) -> dict[str, object] | None:
+        if request["do"] != "close":
+            self._last = name
+        answer = self._ask(name, request)
+        if isinstance(answer, Failure):
+            self.measured[name].fail(answer)
+            return None
+        return answer

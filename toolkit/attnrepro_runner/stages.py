@@ -1,0 +1,207 @@
+"""What a worker does with one cell outside of the launches: check, cold, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attnrepro_runner import clocks, inputs, kernels, mathflags, memory, oracle
+from attnrepro_runner.status import STOPS_MEASURING, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnrepro_runner.oracle import Selection
+    from attnrepro_runner.report import Report
+    from attnrepro_runner.semantics import Workload
+    from attnrepro_runner.subject import Cell, Subject
+
+CHECK_STREAM: Final = 0
+STEADY_CALLS: Final = 5
+SCORES_CHECKED: Final = {"cpu": 1 << 31, "cuda": 1 << 36}
+"""Scores that the oracle computes at most; a larger cell is checked in part, and says so."""
+
+
+def check(
+    subject: Subject, cell: Cell, report: Report, shared: Mapping[str, Any], *, profile: str
+) -> None:
+    """Find out what a subject does with a cell: which code, semantics, error and bits.
+
+    Raises:
+        Unsupported: it cannot. Whatever else the subject raises passes too.
+
+    """
+    from attnrepro_runner import bits, probes
+
+    workload = cell.workload
+    report.at("availability")
+    found = subject.backend.availability()
+    report.parts["availability"] = {
+        "available": found.available,
+        "version": found.version,
+        "files": dict(found.files),
+        "flags": dict(found.flags),
+        "reason": found.reason,
+    }
+    if not found.available:
+        report.demand(Status.UNSUPPORTED, found.reason)
+        return
+    report.at("capability")
+    subject.accept(workload)
+    report.at("inputs")
+    tensors = inputs.make_inputs(workload, cell.inputs, stream=CHECK_STREAM, device=subject.device)
+    report.parts["inputs"] = inputs.digests(tensors)
+    report.at("execution")
+    prepared = subject.bind(workload, tensors)
+    prepared.step()
+    seen = kernels.profile(prepared.step, on_device=subject.device.type == "cuda")
+    execution = kernels.judge(
+        seen, subject.patterns(workload), toolchain=mathflags.read_back(), plan={}
+    )
+    report.parts["execution"] = execution.to_json()
+    if not execution.ok:
+        report.demand(Status.FALLBACK, execution.reason)
+    report.at("probes")
+    report.judge(
+        "probes", probes.run_probes(subject.backend, subject.options, workload, subject.device)
+    )
+    report.at("oracle_before")
+    judge = oracle.Oracle(
+        workload,
+        shared["accuracy"],
+        tensors,
+        selection(workload, subject.device.type),
+        seed=seed_text(cell, CHECK_STREAM),
+    )
+    outputs = subject.poisoned_step(workload, prepared)
+    report.judge("oracle_before", judge.check(outputs, empty_row_lse=subject.backend.empty_row_lse))
+    if report.status in STOPS_MEASURING:
+        return
+    report.at("bits")
+    contract = shared["bits"]
+    report.judge(
+        "bits",
+        bits.repeat(
+            prepared,
+            workload,
+            repeats=int(contract.get("repeats", 10)),
+            claimed=str(contract.get("claim", "bitwise")),
+            profile=profile,
+        ),
+    )
+
+
+def cold(subject: Subject, cell: Cell, report: Report, *, import_ns: int) -> None:
+    """Time what a fresh process pays: import, preparation with the first call, the second, a later.
+
+    Raises:
+        Unsupported: the call cannot be made.
+
+    """
+    report.at("inputs")
+    subject.accept(cell.workload)
+    tensors = inputs.make_inputs(
+        cell.workload, cell.inputs, stream=CHECK_STREAM, device=subject.device
+    )
+    subject.synchronize()
+    report.at("first call")
+    begin = clocks.now()
+    prepared = subject.bind(cell.workload, tensors)
+    prepared.step()
+    subject.synchronize()
+    first = clocks.now() - begin
+    report.at("later calls")
+    later = clocks.HostClock(clocks_device(subject)).take(1 + STEADY_CALLS, lambda: prepared.step)
+    report.parts["cold"] = {
+        "import_ns": import_ns,
+        "first_call_ns": first,
+        "second_call_ns": later[0],
+        "steady_call_ns": sorted(later[1:])[STEADY_CALLS // 2],
+        "compile_cache": "empty" if compiled_files() else "none",
+    }
+
+
+def measure_memory(subject: Subject, cell: Cell, report: Report) -> None:
+    """Count what preparation and one call allocate.
+
+    Raises:
+        Unsupported: the call cannot be made.
+
+    """
+    workload = cell.workload
+    report.at("inputs")
+    subject.accept(workload)
+    tensors = inputs.make_inputs(workload, cell.inputs, stream=CHECK_STREAM, device=subject.device)
+    # What is allocated once in a process (code, thread pools, compiled graphs) is not the call's.
+    subject.bind(workload, tensors).step()
+    report.at("memory")
+
+    def work() -> object:
+        prepared = subject.bind(workload, tensors)
+        return prepared, prepared.step()
+
+    used = memory.measure(
+        work,
+        workload,
+        tensors,
+        subject.backend.memory_order(workload, subject.options),
+        threads=subject.threads,
+    )
+    report.parts["memory"] = used.to_json()
+
+
+def selection(workload: Workload, device: str, *, scores: int | None = None) -> Selection | None:
+    """Return the part of a cell that the oracle checks; None is all of it.
+
+    Args:
+        workload: the cell's.
+        device: cpu or cuda; decides how many scores are affordable.
+        scores: how many instead.
+
+    """
+    limit = SCORES_CHECKED[device] if scores is None else scores
+    each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
+    count = workload.batch * workload.heads_q
+    if each * count <= limit:
+        return None
+    shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
+    pairs = max(2, limit // max(1, each * shared))
+    blocks = None
+    if pairs == 2 and not workload.has_backward:
+        rows = max(workload.seqlens_q)
+        fits = math.ceil(rows / 64 * limit / (2 * each))
+        blocks = max(2, min(fits, math.ceil(rows / 64)))
+    return oracle.sample(workload, pairs=min(pairs, count), blocks=blocks)
+
+
+def seed_text(cell: Cell, stream: int) -> str:
+    """Name the inputs of a check."""
+    return f"{cell.inputs.get('seed', 2026)}/{stream}"
+
+
+def clocks_device(subject: Subject) -> clocks.DeviceApi | None:
+    """Return the device that the clocks need; None on a CPU."""
+    if subject.device.type == "cpu":
+        return None
+    from attnrepro_runner.torchdevice import TorchDevice
+
+    return TorchDevice()
+
+
+def compiled_files() -> bool:
+    """Say whether a compiler has written into this process's cache folders."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    more = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",)
+    folders = [Path(os.environ[name]) for name in (*names, *more) if name in os.environ]
+    return any(path.is_file() for folder in folders for path in folder.rglob("*"))
+
+
+def copy_into(target: object, source: object) -> None:
+    """Write the values of one set of tensors into the memory of another of the same shapes."""
+    for part in dataclasses.fields(target):  # type: ignore[arg-type]
+        into, values = getattr(target, part.name), getattr(source, part.name)
+        if into is not None:
+            into.copy_(values)

@@ -1,0 +1,147 @@
+"""The workers of one task: started when first needed, kept, replaced, recorded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from attnrepro_runner.elapsed import elapsed_ns
+from attnrepro_runner.status import Failure, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from attnrepro_runner.job import Job
+    from attnrepro_runner.supervise import Worker
+
+STARTS_IN_A_ROW = 2
+"""Failed starts after which a subject is given up for the task."""
+
+
+@dataclass
+class _Member:
+    worker: Worker
+    record: dict[str, Any]
+    hello: dict[str, object] | Failure | None = None
+
+
+class Team:
+    """One worker a subject."""
+
+    def __init__(
+        self, job: Job, *, start: Callable[[str, str], tuple[Worker, dict[str, str]]]
+    ) -> None:
+        """Start nothing yet; `start(subject, kind)` gives a process and its recorded environment.
+
+        kind: check, native or cold, as the environment differs.
+        """
+        self._job = job
+        self._start = start
+        self._members: dict[str, _Member] = {}
+        self._failed_starts: dict[str, Failure] = {}
+        self._failures_in_a_row: dict[str, int] = {}
+        self.records: list[dict[str, Any]] = []
+        self._spent: dict[str, float] = {}
+        self.framework: str | None = None
+        self.flush: dict[str, str] = {}
+        self.digests: dict[str, object] = {}
+
+    def start_all(self, subjects: Sequence[str], kind: str) -> None:
+        """Start several workers at once, then wait for each."""
+        for subject in subjects:
+            self._begin(subject, kind)
+        for subject in subjects:
+            self._greet(subject)
+
+    def ask(
+        self, subject: str, request: Mapping[str, object], kind: str, *, within: float
+    ) -> dict[str, object] | Failure:
+        """Ask a subject's worker, started if there is none.
+
+        Args:
+            subject: whose worker.
+            request: what to do.
+            kind: of the worker, if it has to be started.
+            within: seconds that are left of the run.
+
+        """
+        if (given_up := self._failed_starts.get(subject)) is not None:
+            return given_up
+        if subject not in self._members:
+            self._begin(subject, kind)
+        greeting = self._greet(subject)
+        if isinstance(greeting, Failure):
+            return greeting
+        spent = self._spent.get(subject, 0.0)
+        seconds = max(0.001, min(within, self._job.cell_seconds - spent))
+        began = time.monotonic()
+        answer = self._members[subject].worker.ask(request, seconds)
+        self._spent[subject] = spent + time.monotonic() - began
+        if not isinstance(answer, Failure) and isinstance(found := answer.pop("digests", {}), dict):
+            self.digests.update(found)
+        return answer
+
+    def new_cell(self) -> None:
+        """Give every worker the whole of a cell's time again."""
+        self._spent.clear()
+
+    def end(self, subject: str) -> None:
+        """End a subject's worker; the next request starts another."""
+        member = self._members.pop(subject, None)
+        if member is not None:
+            member.record["exit"] = member.worker.end()
+
+    def end_all(self) -> None:
+        """End every worker."""
+        for subject in list(self._members):
+            self.end(subject)
+
+    def _begin(self, subject: str, kind: str) -> None:
+        worker, environment = self._start(subject, kind)
+        restarts = sum(record["subject"] == subject for record in self.records)
+        record: dict[str, Any] = {
+            "subject": subject,
+            "start_ns": worker.start_ns,
+            "ready_ns": 0,
+            "restarts": restarts,
+            "exit": "running",
+            "environment": environment,
+            "math": {},
+        }
+        self.records.append(record)
+        self._members[subject] = _Member(worker, record)
+
+    def _greet(self, subject: str) -> dict[str, object] | Failure:
+        member = self._members[subject]
+        if member.hello is not None:
+            return member.hello
+        member.hello = member.worker.ask(
+            {
+                "do": "hello",
+                "subject": self._job.subjects[subject],
+                "shared": self._job.shared,
+                "digests": self.digests,
+            },
+            self._job.cell_seconds,
+        )
+        member.record["ready_ns"] = elapsed_ns()
+        if isinstance(member.hello, Failure):
+            self._count_failed_start(subject, member.hello)
+            return member.hello
+        self._failures_in_a_row[subject] = 0
+        self.framework = str(member.hello["framework"])
+        member.record["math"] = member.hello["math"]
+        member.record["environment"] |= cast("Mapping[str, str]", member.hello["facts"])
+        self.flush |= cast("Mapping[str, str]", member.hello["flush"])
+        return member.hello
+
+    def _count_failed_start(self, subject: str, failure: Failure) -> None:
+        self.end(subject)
+        self._failures_in_a_row[subject] = self._failures_in_a_row.get(subject, 0) + 1
+        # A backend that is not there stays away; what crashes may have been bad luck once.
+        if (
+            failure.status == Status.UNSUPPORTED
+            or self._failures_in_a_row[subject] >= STARTS_IN_A_ROW
+        ):
+            self._failed_starts[subject] = failure

@@ -1,0 +1,143 @@
+"""A series of the machine's state through a task: load, stolen time, frequency, at 25 Hz.
+
+It is read in the coordinator, which waits while a worker measures. A source is anything with
+columns; a GPU's is another one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PERIOD_S: Final = 0.04
+ROWS_LIMIT: Final = 100_000
+"""Rows kept of a task; then every second one is dropped, and the period doubles."""
+
+Value = int | str | None
+
+
+class Source(Protocol):
+    """Something that can be read many times a second."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of what `read` returns."""
+        ...
+
+    def read(self) -> Sequence[Value]:
+        """Return one value a column; null where there is none."""
+        ...
+
+
+class CpuSource:
+    """All CPUs together."""
+
+    columns = (
+        "cpu_busy_ticks",
+        "cpu_idle_ticks",
+        "cpu_steal_ticks",
+        "load1_hundredths",
+        "runnable",
+        "frequency_khz",
+    )
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        """Read below a root."""
+        self._stat = root / "proc/stat"
+        self._load = root / "proc/loadavg"
+        self._frequency = root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"
+        self._has_frequency = self._frequency.exists()
+
+    def read(self) -> tuple[Value, ...]:
+        """Return ticks since boot (busy, idle, stolen), load, runnable threads, frequency."""
+        return (*self._ticks(), *self._loads(), self._khz())
+
+    def _ticks(self) -> tuple[int | None, int | None, int | None]:
+        try:
+            with self._stat.open("rb") as file:
+                fields = [int(x) for x in file.readline().split()[1:9]]
+            user, nice, system, idle, iowait, irq, softirq, steal = fields
+        except (OSError, ValueError):
+            return None, None, None
+        return user + nice + system + irq + softirq, idle + iowait, steal
+
+    def _loads(self) -> tuple[int | None, int | None]:
+        try:
+            load, _, _, running, _ = self._load.read_text().split()
+            whole, _, part = load.partition(".")
+            return int(whole) * 100 + int(part), int(running.partition("/")[0])
+        except (OSError, ValueError):
+            return None, None
+
+    def _khz(self) -> int | None:
+        if not self._has_frequency:
+            return None
+        try:
+            return int(self._frequency.read_text())
+        except (OSError, ValueError):
+            return None
+
+
+class Recorder:
+    """A thread that reads sources until it is left; a context manager."""
+
+    def __init__(self, sources: Sequence[Source], *, period_s: float = PERIOD_S) -> None:
+        """Read every source every period."""
+        self._sources = tuple(sources)
+        self._period_ns = round(period_s * 1e9)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._rows: list[list[Value]] = []
+        self._errors: list[str] = []
+        self.busy_ns = 0
+
+    def __enter__(self) -> Recorder:
+        """Start reading."""
+        self._began = time.monotonic_ns()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop after the reading in hand."""
+        self._stop.set()
+        self._thread.join()
+        self._ended = time.monotonic_ns()
+
+    def document(self) -> dict[str, object]:
+        """Return the series: columns, rows in time order, what reading cost."""
+        return {
+            "schema": "attnrepro.telemetry/1",
+            "began_ns": self._began,
+            "ended_ns": self._ended,
+            "period_ns": self._period_ns,
+            "busy_ns": self.busy_ns,
+            "columns": ["monotonic_ns", *(c for s in self._sources for c in s.columns)],
+            "rows": self._rows,
+            "errors": self._errors,
+        }
+
+    def _run(self) -> None:
+        due = time.monotonic_ns()
+        while not self._stop.is_set():
+            began = time.monotonic_ns()
+            row: list[Value] = [began]
+            for source in self._sources:
+                try:
+                    row.extend(source.read())
+                except Exception as error:  # a source that fails must not end the others
+                    row.extend([None] * len(source.columns))
+                    if len(self._errors) < 10:
+                        self._errors.append(f"{type(error).__name__}: {error}"[:200])
+            self._rows.append(row)
+            if len(self._rows) >= ROWS_LIMIT:
+                del self._rows[1::2]
+                self._period_ns *= 2
+            ended = time.monotonic_ns()
+            self.busy_ns += ended - began
+            due = max(due + self._period_ns, ended)
+            self._stop.wait((due - ended) / 1e9)

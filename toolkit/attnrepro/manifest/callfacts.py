@@ -71,6 +71,11 @@ def holds(when: JsonObject, facts: Mapping[str, Fact]) -> bool:
     return all(_within(facts.get(name), constraint) for name, constraint in when.items())
 
 
+def is_case(claim: JsonObject, facts: Mapping[str, Fact]) -> bool:
+    """Whether a claim is about calls of this dtype and these widths at all."""
+    return facts["dtype"] in claim["dtypes"] and not any(_widths(claim, facts))
+
+
 def unmet(claim: JsonObject, facts: Mapping[str, Fact]) -> Iterator[tuple[str, str]]:
     """What of a call a claim does not cover: (what, what is claimed instead)."""
     for fact, field in (

@@ -32,6 +32,10 @@ _WRONG_DEVICE = 100
 """Weight of a wrong device among misses: such a claim's other misses say nothing."""
 
 
+_OTHER_CASE = 10
+"""Weight of a dtype or width for which the backend has another claim."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Where a cell is to run."""
@@ -141,7 +145,7 @@ def _decide(
             facts["vendor"] = device.vendor
             facts["architecture"] = device.architectures
             misses = [*_misses(claim, facts)]
-            weight = len(misses)
+            weight = len(misses) + _OTHER_CASE * (not callfacts.is_case(claim, facts))
         if not misses:
             return Supported(release=claim["release"], source=claim["source"])
         if nearest is None or weight < nearest[0]:

@@ -112,7 +112,7 @@ def _in_context(problem: Problem) -> Problem:
     fix = problem.fix
     if problem.found.startswith("an unknown field") and name in foreign.FIXES:
         fix = foreign.FIXES[name]
-    elif problem.pointer.endswith(("/image", "/image/stack")):
+    elif problem.pointer.endswith(("/image", "/image/stack")) and problem.found != "nothing":
         fix = "name a stack of this toolkit; an image is never taken by name and tag, which move"
     elif problem.pointer.endswith("/image/digest"):
         fix = 'write "sha256:" and the 64 hex digits of the image manifest, or leave it out'

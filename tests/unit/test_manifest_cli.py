@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifest_fakes import document
+
+from attnrepro import resources
+from attnrepro.cli.main import run
+from attnrepro.manifest import guide, load
+
+GUIDE = Path(__file__).parents[2] / "docs" / "manifest.md"
+
+
+@pytest.fixture(autouse=True)
+def empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNREPRO_STORE", str(tmp_path / "store"))
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(document(sweep={"/workload/softcap": [None, 30]})))
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert run([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_check_tells_support_reasons_what_is_uncompared_and_cost(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, "check", manifest)
+    assert found["manifest_sha256"] == load(manifest).sha256
+    refused = found["cells"][1]["subjects"]["flash"]
+    assert refused["status"] == "UNSUPPORTED"
+    assert "softcap" in refused["reason"]
+    assert refused["source"]
+    assert found["cells"][0]["uncompared"] == ["flex", "sdpa.math"]
+    assert found["cost"]["seconds"][0] <= found["cost"]["seconds"][1]
+    assert found["tasks"][0] == "check"
+
+
+def test_check_in_words(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(manifest)]) == 0
+    text = capsys.readouterr().out
+    for word in ("not built here", "UNSUPPORTED", "source:", "Uncompared", "flex: 2 of 2", "GB"):
+        assert word in text
+
+
+def test_check_of_what_is_not_valid(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = document(workload={"heads_kv": 3}, extra=1)
+    manifest.write_text(json.dumps(value))
+    assert run(["check", str(manifest), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert {p["pointer"] for p in found["error"]["problems"]} == {"/extra", "/workload/heads_kv"}
+
+
+def test_check_where_nothing_can_run(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = document(workload={"softcap": 3}, subjects=[{"id": "a", "backend": "sdpa.math"}])
+    manifest.write_text(json.dumps(value))
+    assert run(["check", str(manifest)]) == 2
+    assert "nothing can be run" in capsys.readouterr().out
+
+
+def test_check_runs_nothing(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = sorted(manifest.parent.rglob("*"))
+    assert run(["check", str(manifest)]) == 0
+    assert sorted(manifest.parent.rglob("*")) == before
+
+
+def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "matrix", "--all")
+    (stack,) = [s for s in found["stacks"] if s["stack"] == "cpu-torch2.13/r1"]
+    assert stack["built"] is False
+    assert {c["backend"] for c in stack["claims"]} == {"eager", "sdpa.math", "sdpa.flash", "flex"}
+    others = {c["backend"] for r in found["releases_without_a_stack"] for c in r["claims"]}
+    assert {"flash_attn_2.rocm_ck", "flash_attn_4", "sdpa.cudnn"} <= others
+    assert run(["matrix", "--all", "--details"]) == 0
+    text = capsys.readouterr().out
+    assert "silently ignores softcap" in text
+    assert "not built here" in text
+    assert run(["matrix", "--backend", "sdpa.flahs"]) == 2
+    assert "did you mean 'sdpa.flash'" in capsys.readouterr().err
+    assert run(["matrix", "no-such-stack"]) == 2
+
+
+def test_new_writes_what_check_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new.json"
+    flags = ["--phase", "decode", "--seqlen-k", "128", "--seqlen-k", "256", "--heads-kv", "2"]
+    found = answer(capsys, "new", path, *flags, "--causal", "bottom_right")
+    assert found["manifest"] == json.loads(path.read_text())
+    assert [c.label for c in load(path).cells] == ["seqlen_k=128", "seqlen_k=256"]
+    assert run(["check", str(path)]) == 0
+    capsys.readouterr()
+    assert run(["new", str(path)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert run(["new", str(path), "--force", "--seqlen-q", "8", "--seqlen-q", "16"]) == 0
+    assert [c.label for c in load(path).cells] == ["s8", "s16"]
+
+
+def test_new_for_a_pull_request(tmp_path: Path) -> None:
+    path = tmp_path / "pr.json"
+    stacks = ["mine", "mine@r2"]
+    assert run(["new", str(path), "--pr", *stacks, "--subject", "my_kernel"]) == 0
+    head, base = load(path).subjects
+    assert (head.id, str(head.image), head.role) == ("head", "mine/r2", "candidate")
+    assert (base.id, str(base.image), base.role) == ("base", "mine", "baseline")
+    assert head.backend == base.backend == "my_kernel"
+
+
+def test_new_refuses_what_makes_no_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    assert run(["new", str(path), "--head-dim", "0", "--subject", "a=b=c d"]) == 2
+    told = capsys.readouterr().err
+    assert "/workload/head_dim" in told
+    assert "/subjects/0" in told
+    assert not path.exists()
+    assert run(["new", str(path), "--ask"]) == 2
+
+
+def test_the_guide_is_what_the_schema_says() -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    assert guide.insert(page) == page, "run: python -m attnrepro.manifest.guide docs/manifest.md"
+    assert guide.undescribed() == []
+    with pytest.raises(ValueError, match="lacks"):
+        guide.insert("no marks")
+
+
+def test_examples_in_the_guide_are_valid() -> None:
+    blocks = GUIDE.read_text(encoding="utf-8").split("```json\n")[1:]
+    assert blocks
+    for block in blocks:
+        text = block.partition("```")[0]
+        if '"schema"' in text:
+            assert load(text.encode()).cells
+
+
+@pytest.mark.parametrize("name", ["quickstart", "two-cells"])
+def test_shipped_cpu_manifests_are_supported_everywhere(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, "check", resources.manifests_dir() / name / "manifest.json")
+    statuses = {s["status"] for c in found["cells"] for s in c["subjects"].values()}
+    assert statuses == {"SUPPORTED"}
+    assert found["cost"]["within_limit"]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.errors import Problem
 from attnrepro.manifest.model import Note
-from attnrepro.manifest.semantics import facts
 from attnrepro.schema_words import did_you_mean, escape
 from attnrepro_runner.orderstats import samples_needed
 
@@ -264,7 +263,7 @@ def _cell_notes(cells: Sequence[Cell]) -> Iterator[tuple[str, str]]:
 
 
 def _one_cell_notes(cell: Cell) -> Iterator[tuple[str, str]]:
-    workload, figures = cell.parsed, facts(cell.parsed)
+    workload, figures = cell.parsed, cell.facts
     if figures.offset_beyond_int32:
         yield (
             "/workload",

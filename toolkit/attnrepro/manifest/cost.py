@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from attnrepro.manifest.semantics import facts
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -174,7 +172,7 @@ def size(count: float) -> str:
 
 
 def _call(cell: Cell, machine: _Machine, threads: int) -> float:
-    work = facts(cell.parsed).work
+    work = cell.facts.work
     return machine.call_seconds + max(
         work.flops / (machine.flops * threads), work.bytes / machine.bytes
     )
@@ -182,11 +180,11 @@ def _call(cell: Cell, machine: _Machine, threads: int) -> float:
 
 def _judged(cell: Cell, machine: _Machine, threads: int) -> float:
     """Fresh inputs, the reference in float64 and in the tested dtype, and comparing."""
-    figures = facts(cell.parsed)
+    figures = cell.facts
     elements = figures.tensor_bytes / 2
     return 2 * figures.work.flops / (machine.oracle_flops * threads) + elements / machine.elements
 
 
 def _memory(cell: Cell, rotation: int) -> int:
     # The float64 reference of the inputs and outputs stands beside the rotated sets.
-    return facts(cell.parsed).tensor_bytes * (rotation + 5)
+    return cell.facts.tensor_bytes * (rotation + 5)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 from attnrepro.errors import UsageError
 from attnrepro.manifest import cost, stacks
 from attnrepro.manifest.plan import device_of, images_of, judge, plan
-from attnrepro.manifest.semantics import facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,7 +114,7 @@ def text(found: Mapping[str, Any]) -> str:
 
 
 def _figures(cell: Cell) -> dict[str, Any]:
-    figures = facts(cell.parsed)
+    figures = cell.facts
     return {
         "pairs": figures.work.pairs,
         "flops": str(figures.work.flops),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from attnrepro.manifest.semantics import CellFacts, facts
 from attnrepro_runner.semantics import Workload
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ class Cell:
     def parsed(self) -> Workload:
         """The workload's meaning. Raises WorkloadError in a cell that `load` did not check."""
         return Workload.parse(self.workload)
+
+    @cached_property
+    def facts(self) -> CellFacts:
+        """Figures of one call, known before anything runs. Raises as `parsed` does."""
+        return facts(self.parsed)
 
     def source(self, pointer: str) -> str:
         """Where in the manifest the value of this cell's field `pointer` stands."""

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from attnrepro.engines.base import ContainerSpec, EngineFacts, ExitStatus, ImageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 DIGEST = "ab" * 32
-DEVICE = {"kind": "cpu", "name": "Some CPU"}
+DEVICE = {
+    "kind": "cpu",
+    "name": "Some CPU",
+    "vendor": "Some Vendor",
+    "family": 6,
+    "model": 1,
+    "isa": "x86_64_v3",
+    "threads": 1,
+}
 
 WORKLOAD: dict[str, Any] = {
     "phase": "forward",
@@ -27,7 +42,13 @@ def manifest(**changes: Any) -> dict[str, Any]:
             {"id": "fast", "backend": "sdpa.flash", "role": "candidate", "required": True},
             {"id": "slow", "backend": "eager", "role": "baseline", "required": True},
         ],
-        "timing": {"launches": 5, "tails": [0.9], "confidence": 0.95, "median_ci": 0.005},
+        "timing": {
+            "launches": 5,
+            "tails": [0.9],
+            "confidence": 0.95,
+            "median_ci": 0.005,
+            "clocks": ["host"],
+        },
         "inputs": {"expected": {}},
         **changes,
     }
@@ -127,7 +148,7 @@ def check_entry(subject: str, **changes: Any) -> dict[str, Any]:
             "profile": "portable",
             "claimed": "bitwise",
             "repeats": 10,
-            "observed": {"out": "repeats", "lse": "differs"},
+            "observed": {"out": "repeats", "lse": "repeats"},
             "digests": {"out": "cd" * 32, "lse": "ef" * 32},
             "batch_invariant": None,
         },
@@ -149,7 +170,7 @@ def check_entry(subject: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def launch_entry(subject: str, launch: int, **changes: Any) -> dict[str, Any]:
+def launch_entry(subject: str, launch: int, task_id: str = "", **changes: Any) -> dict[str, Any]:
     return {
         "cell": "c000",
         "subject": subject,
@@ -161,7 +182,7 @@ def launch_entry(subject: str, launch: int, **changes: Any) -> dict[str, Any]:
         "samples": [
             {
                 "clock": "host",
-                "member": f"samples/launch-{launch}/c000-{subject}-host.i64",
+                "member": f"samples/{task_id or f'launch-{launch}'}/c000-{subject}-host.i64",
                 "n": 12,
                 "discards": [{"first": 0, "count": 2, "reason": "first after a switch"}],
                 "stop": "max_samples",
@@ -205,7 +226,139 @@ def tasks(launches: int = 5) -> list[dict[str, Any]]:
 
 def sample_bytes(member: str) -> bytes:
     """Twelve samples: two slow ones first, then ten; `slow` takes twice as long as `fast`."""
-    launch = int(member.split("/")[1].removeprefix("launch-"))
+    launch = int(member.split("/")[1].split("-")[1])
     base = (2000 if "slow" in member else 1000) + launch
     values = [9_000_000, 9_000_000, *(base + step for step in range(10))]
     return struct.pack("<12q", *values)
+
+
+def cold_entry(subject: str) -> dict[str, Any]:
+    return {
+        "cell": "c000",
+        "subject": subject,
+        "status": "PASS",
+        "reason": None,
+        "place": None,
+        "cold": {
+            "import_ns": 2_000_000_000,
+            "first_call_ns": 5_000_000,
+            "second_call_ns": 2_000_000,
+            "steady_call_ns": 1_000_000,
+            "compile_cache": "none",
+        },
+    }
+
+
+def memory_entry(subject: str) -> dict[str, Any]:
+    return {
+        "cell": "c000",
+        "subject": subject,
+        "status": "PASS",
+        "reason": None,
+        "place": None,
+        "memory": {
+            "resident_bytes": 1000,
+            "peak_bytes": 3 << 20,
+            "extra_bytes": 2000,
+            "declared_order": "S",
+            "declared_bytes": 4000,
+            "alarm": False,
+            "source": "a fake",
+        },
+    }
+
+
+def result_of(planned: dict[str, Any], run: str) -> dict[str, Any]:
+    """What the runner would write for a planned task."""
+    make = {
+        "check": check_entry,
+        "cold": cold_entry,
+        "memory": memory_entry,
+        "launch": lambda s: launch_entry(s, planned["launch"], planned["id"]),
+    }[planned["stage"]]
+    entries = [make(subject) for subject in sorted(planned["subjects"])]
+    return task(planned["id"], planned["stage"], planned["launch"], entries) | {"run": run}
+
+
+class FakeEngine:
+    """Does what the runner would: writes results of the tasks that are not done."""
+
+    def __init__(
+        self,
+        *,
+        stop_after: int = 99,
+        ending: BaseException | None = None,
+        contained: bool = False,
+        change: Callable[[dict[str, Any]], None] | None = None,
+        **status: Any,
+    ) -> None:
+        self.name = "podman" if contained else "host"
+        self.contained = contained
+        self.stop_after = stop_after
+        self.ending = ending
+        self.change = change
+        self.status = status
+        self.specs: list[ContainerSpec] = []
+        self.written: list[str] = []
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            name=self.name,
+            version="1",
+            store="none",
+            runtime="none",
+            cgroup_version="none",
+            rootless=True,
+            contained=self.contained,
+        )
+
+    def ensure_image(self, identity: ImageIdentity) -> str:
+        return identity.config_digest
+
+    def remove_image(self, identity: ImageIdentity) -> None:
+        raise AssertionError
+
+    def run(
+        self, spec: ContainerSpec, *, log: Path, stop: Callable[[], bool] | None = None
+    ) -> ExitStatus:
+        if spec.command[0] == "/bin/sh":
+            log.write_text("CapEff=0000000000000000\nNoNewPrivs=1\ninterfaces=lo\nok=yes\n")
+            return self._ended(code=0)
+        self.specs.append(spec)
+        places = {mount.target: mount.source for mount in spec.mounts}
+        asked = json.loads(places["/attnrepro/job.json"].read_bytes())
+        out = places["/attnrepro/out"]
+        (out / "tasks").mkdir(exist_ok=True)
+        log.write_text("first line\nlast line of the runner\n")
+        for planned in asked["tasks"]:
+            path = out / "tasks" / f"{planned['id']}.json"
+            if path.exists():
+                continue
+            if len(self.written) == self.stop_after:
+                break
+            result = result_of(planned, asked["run"])
+            if self.change is not None:
+                self.change(result)
+            for entry in result["entries"]:
+                for series in entry.get("samples", []):
+                    member = out / series["member"]
+                    member.parent.mkdir(parents=True, exist_ok=True)
+                    member.write_bytes(sample_bytes(series["member"]))
+            path.write_text(json.dumps(result))
+            self.written.append(planned["id"])
+            if stop is not None:
+                assert stop() is False
+        if self.ending is not None:
+            raise self.ending
+        return self._ended(**self.status)
+
+    def _ended(self, **status: Any) -> ExitStatus:
+        usual = {
+            "code": 0,
+            "timed_out": False,
+            "oom_killed": False,
+            "stopped": False,
+            "duration_ns": 1,
+            "engine_facts": {"limit_memory_bytes": "not enforced"},
+        }
+        return ExitStatus(**(usual | status))

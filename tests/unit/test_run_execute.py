@@ -1,95 +1,24 @@
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from host_fakes import job, sample_bytes, task, tasks
+from host_fakes import FakeEngine, job
 
 from attnrepro import execute as module
-from attnrepro.engines.base import ContainerSpec, EngineFacts, ExitStatus, ImageIdentity
 from attnrepro.errors import AttnreproError, Interrupted, Unavailable, UsageError
 from attnrepro.execute import NO_IMAGE, Executed, Placement, Segment, execute
 from attnrepro.runfolder import RunFolder, key_of, open_folder
 from attnrepro.runnerwheel import RunnerWheel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 WHEEL = RunnerWheel(name="r.whl", version="0.1.0", data=b"wheel", sha256="00" * 32)
 KEY = key_of({"a": 1})
 PLACEMENT = Placement(device_id="cpu", cpuset="0", memory_bytes=None, gpu=None)
-
-
-class FakeEngine:
-    """Does what the runner would: writes results of the tasks that are not done."""
-
-    name = "host"
-
-    def __init__(self, *, stop_after: int = 99, ending: Any = None, **status: Any) -> None:
-        self.stop_after = stop_after
-        self.ending = ending
-        self.status = status
-        self.specs: list[ContainerSpec] = []
-        self.written: list[str] = []
-
-    def facts(self) -> EngineFacts:
-        return EngineFacts(
-            name="host",
-            version="1",
-            store="none",
-            runtime="none",
-            cgroup_version="none",
-            rootless=True,
-            contained=False,
-        )
-
-    def ensure_image(self, identity: ImageIdentity) -> str:
-        return ""
-
-    def remove_image(self, identity: ImageIdentity) -> None:
-        raise AssertionError
-
-    def run(
-        self, spec: ContainerSpec, *, log: Path, stop: Callable[[], bool] | None = None
-    ) -> ExitStatus:
-        self.specs.append(spec)
-        places = {mount.target: mount.source for mount in spec.mounts}
-        asked = json.loads(places["/attnrepro/job.json"].read_bytes())
-        out = places["/attnrepro/out"]
-        (out / "tasks").mkdir(exist_ok=True)
-        log.write_text("first line\nlast line of the runner\n")
-        results: Mapping[str, Any] = {t["task"]: t for t in tasks()}
-        for planned in asked["tasks"]:
-            path = out / "tasks" / f"{planned['id']}.json"
-            if path.exists():
-                continue
-            if len(self.written) == self.stop_after:
-                break
-            result = results.get(planned["id"]) or task(planned["id"], planned["stage"], None, [])
-            for entry in result["entries"]:
-                for series in entry.get("samples", []):
-                    member = out / series["member"]
-                    member.parent.mkdir(parents=True, exist_ok=True)
-                    member.write_bytes(sample_bytes(series["member"]))
-            path.write_text(json.dumps(result | {"run": asked["run"]}))
-            self.written.append(planned["id"])
-            if stop is not None:
-                assert stop() is False
-        if self.ending is not None:
-            raise self.ending
-        status = {
-            "code": 0,
-            "timed_out": False,
-            "oom_killed": False,
-            "stopped": False,
-            "duration_ns": 1,
-            "engine_facts": {"limit_memory_bytes": "not enforced"},
-        }
-        return ExitStatus(**(status | self.status))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import pytest
-from test_run_execute import FakeEngine
+from host_fakes import FakeEngine
 
 from attnrepro.errors import Unavailable
 from attnrepro.placement import check_architecture, list_form, place, spread

@@ -139,7 +139,7 @@ def perform(
     refs = distinct(subject.image for subject in manifest.subjects)
     ready = {ref: images.get(ref, progress) for ref in refs} if contained else {}
     plan = planning.plan(manifest, adapters=_adapters(ready))
-    expected = cost.estimate(manifest, plan, map(stacks.find, refs))
+    expected = cost.estimate(manifest, plan, map(stacks.find, refs) if contained else ())
     progress(f"{manifest.name}: {len(manifest.cells)} cells, {expected.text()}")
     packing.check_members(
         [segment.job("0" * 16) for segment in plan.segments],

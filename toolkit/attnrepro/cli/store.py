@@ -24,6 +24,7 @@ def list_images(as_json: _Json = False) -> None:
     from attnrepro.images.store import Store
 
     place = Store()
+    records = place.records()
     rows = [
         {
             "stack": record.stack,
@@ -33,17 +34,18 @@ def list_images(as_json: _Json = False) -> None:
             "complete": place.complete(record),
             "modified": list(record.modified),
         }
-        for record in place.records()
+        for record in records
     ]
     emit(
         {"root": str(place.root), "images": rows},
         as_json=as_json,
         text=lambda: (
             "\n".join(
-                f"{row['stack']}@{row['revision']}  {row['manifest_digest']}"
-                f"  {row['size'] / 1e9:.2f} GB"
-                f"{'' if row['complete'] else '  INCOMPLETE'}{'  MODIFIED' * bool(row['modified'])}"
-                for row in rows
+                f"{record.stack}@{record.revision}  {record.manifest_digest}"
+                f"  {record.size / 1e9:.2f} GB"
+                f"{'' if place.complete(record) else '  INCOMPLETE'}"
+                f"{'  MODIFIED' if record.modified else ''}"
+                for record in records
             )
             or f"no images in {place.root}"
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import BuildFailed, Unavailable
@@ -105,7 +106,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        target.write_bytes(source.read_bytes())
+        shutil.copyfile(source, target)
 
 
 def _bootstrap(store: Store, stack: Stack, folder: Path, root: Path, progress: Progress) -> None:

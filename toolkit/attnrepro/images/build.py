@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import BuildFailed, ImageDiffers
-from attnrepro.images import base, builders, extend, fetch, oci, record, spec, tree
+from attnrepro.images import base, builders, extend, fetch, record, spec, tree
+from attnrepro.images.compose import Composed, compose
 from attnrepro.images.store import ImageRecord, Store, disk_errors
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from attnrepro.images.extend import Extension
     from attnrepro.images.locks import Deb, Wheel
     from attnrepro.images.spec import Stack
-    from attnrepro.images.tree import Entry
 
     Progress = Callable[[str], None]
 
@@ -317,15 +317,7 @@ def _base(job: _Job) -> str | None:
     return digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    image: oci.Image
-    layers: tuple[oci.Layer, ...]
-    entries: list[Entry]
-    listing: bytes
-
-
-def _one_image(job: _Job, builder: Builder, base_digest: str | None, *, cached: bool) -> _Result:
+def _one_image(job: _Job, builder: Builder, base_digest: str | None, *, cached: bool) -> Composed:
     stack, store = job.stack, job.store
     with store.workspace("build") as folder:
         context, wheels = folder / "context", folder / "wheels"
@@ -352,47 +344,12 @@ def _one_image(job: _Job, builder: Builder, base_digest: str | None, *, cached: 
         )
         job.timed("build_ms", started)
         started = time.monotonic()
-        result = _write(job, folder, root)
+        result = compose(store, stack, root, folder=folder, extension=job.extension)
         job.timed("write_ms", started)
     return result
 
 
-def _write(job: _Job, folder: Path, root: Path) -> _Result:
-    """Layers into the store, and the image over them."""
-    stack, store = job.stack, job.store
-    entries = tree.read(root)
-    if job.extension is not None:
-        layers, done = extend.write_layers(store, job.extension, entries, root, folder)
-    else:
-        layers, done = [], []
-        for index, rule in enumerate(stack.document["layers"]):
-            members = [entry for entry in entries if stack.layer_of(entry.path) == index]
-            written = folder / f"layer-{index}.tar"
-            with root.open("rb") as source, written.open("wb") as file:
-                layer, hashed = oci.write_layer(
-                    rule["name"], members, source, file, epoch=stack.epoch
-                )
-            store.adopt(written, layer.digest)
-            layers.append(layer)
-            done += hashed
-    done.sort(key=lambda entry: entry.path.encode())
-    image = oci.image(
-        layers,
-        platform=stack.document["platform"],
-        epoch=stack.epoch,
-        env=stack.document["env"],
-        entrypoint=stack.document["entrypoint"],
-        user=stack.document["user"],
-        workdir=stack.document["workdir"],
-        labels={
-            "org.opencontainers.image.title": stack.name,
-            "org.opencontainers.image.version": stack.revision,
-        },
-    )
-    return _Result(image=image, layers=tuple(layers), entries=done, listing=tree.listing(done))
-
-
-def _compare(job: _Job, results: Sequence[_Result], known: ImageRecord | None) -> None:
+def _compare(job: _Job, results: Sequence[Composed], known: ImageRecord | None) -> None:
     """Refuse a build that differs from the one before it, or from the image in the store.
 
     Raises ImageDiffers naming the first path that differs.

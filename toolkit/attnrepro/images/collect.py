@@ -54,8 +54,8 @@ def collect(
         bases = list((store.root / "bases").glob("*.json"))
         if not fetched:
             needed |= {store.blob(digest).name for digest in _base_layers(store, bases)}
-        paths = [path for path in (store.root / "blobs" / "sha256").glob("*")]
-        doomed = [path for path in paths if path.name not in needed]
+        blobs = (store.root / "blobs" / "sha256").glob("*")
+        doomed = [path for path in blobs if path.name not in needed]
         doomed += (store.root / "archives").glob("*.tar")
         doomed += [store.record_path(record) for record in gone]
         doomed += bases if fetched else []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DEB: Final = re.compile(
     r"(?P<name>[a-z0-9][a-z0-9+.-]+) (?P<version>[A-Za-z0-9.+:~-]+) (?P<arch>amd64|all)"
     r" (?P<sha256>[0-9a-f]{64}) (?P<size>[1-9][0-9]{0,10})"
-    r" (?P<path>pool/[A-Za-z0-9+._~%-]+(?:/[A-Za-z0-9+._~%-]+)+\.deb)"
+    r" (?P<path>pool(?:/[A-Za-z0-9_][A-Za-z0-9+._~%-]*)+\.deb)"
 )
 _WHEEL: Final = re.compile(
     r"(?P<name>[a-z0-9][a-z0-9-]*)==(?P<version>[A-Za-z0-9.+!_-]+)"

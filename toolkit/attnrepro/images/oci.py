@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Final
 
 from attnrepro.errors import BuildFailed
-from attnrepro.images.tree import CHUNK, Entry, Kind, chunks
+from attnrepro.images.tree import CHUNK, Entry, Kind, chunks, path_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +121,7 @@ def write_layer(
     sink = _Hashing(output)
     removed = [_whiteout(path) for path in whiteouts]
     done: list[Entry] = []
-    for entry in sorted([*entries, *removed], key=lambda entry: entry.path.encode()):
+    for entry in sorted([*entries, *removed], key=lambda entry: path_order(entry.path)):
         sink.write(_header(entry, epoch))
         if entry.kind is Kind.FILE:
             content = hashlib.sha256()

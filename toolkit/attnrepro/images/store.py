@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, cast
 
-from attnrepro.errors import BuildFailed, Unavailable
+from attnrepro.errors import BuildFailed, InvalidDocument, Unavailable
 from attnrepro.files import atomic_write, sha256_file, store_dir, sync_folder
 from attnrepro.images.oci import Image, Layer, write_archive
 from attnrepro.jsonio import JsonObject, canonical, loads
@@ -265,7 +265,7 @@ class Store:
     def _load(self, path: Path) -> ImageRecord | None:
         try:
             document = loads(path.read_bytes(), what=str(path))
-        except OSError:
+        except (OSError, InvalidDocument):
             return None
         return ImageRecord(document=document, store=self)
 
@@ -358,7 +358,7 @@ class Store:
         path = self.root / "bases" / f"{self.blob(key).name}.json"
         try:
             entry = loads(path.read_bytes(), what=str(path))
-        except OSError:
+        except (OSError, InvalidDocument):
             return None
         digest = cast("str", entry["digest"])
         return digest if self.has(digest, entry["size"]) else None

@@ -97,6 +97,11 @@ _DROPPED: Final = (
 )
 
 
+def path_order(path: str) -> bytes:
+    """Sort key of paths: their bytes, whatever the locale; a name need not be UTF-8."""
+    return path.encode("utf-8", "surrogateescape")
+
+
 def _normal(path: str) -> str:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
@@ -144,7 +149,7 @@ def read(source: Path, *, drop: Sequence[str] = (), fixed: bool = True) -> list[
         found[path] = replace(original, path=path)
     if fixed:
         found |= _FIXED
-    return sorted(found.values(), key=lambda entry: entry.path.encode())
+    return sorted(found.values(), key=lambda entry: path_order(entry.path))
 
 
 def _entry(path: str, member: tarfile.TarInfo) -> Entry:
@@ -220,7 +225,7 @@ def tree_sha256(entries: Iterable[Entry]) -> str:
 
 def first_difference(left: Mapping[str, Entry], right: Mapping[str, Entry]) -> str | None:
     """The first path, in order, at which two trees differ, and how; None if they are equal."""
-    for path in sorted(left.keys() | right.keys(), key=str.encode):
+    for path in sorted(left.keys() | right.keys(), key=path_order):
         one, two = left.get(path), right.get(path)
         if one is None or two is None:
             return f"/{path}: only in the {'second' if one is None else 'first'}"

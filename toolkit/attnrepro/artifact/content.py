@@ -86,9 +86,24 @@ def section_digests(repeatable: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _overflows(text: str) -> bool:
+    if not text.removeprefix("-").startswith("0x"):
+        return False
+    try:
+        float.fromhex(text)
+    except OverflowError:
+        return True
+    except ValueError:
+        return False  # another text that begins so
+    return False
+
+
 def find_real(value: object, pointer: str = "") -> str | None:
-    """JSON pointer of the first real number in a parsed document; None if there is none."""
-    if isinstance(value, float):
+    """JSON pointer of the first real number in a parsed document; None if there is none.
+
+    A hexadecimal float string that no double holds is one as well.
+    """
+    if isinstance(value, float) or (isinstance(value, str) and _overflows(value)):
         return pointer or "/"
     items: list[tuple[str, object]] = []
     if isinstance(value, dict):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from attnrepro.manifest.model import ImageRef
     from attnrepro.usedimages import ReadyImage
 
+_NOT_CODE: Final = ("/RECORD", "claims.json")
+"""Files that decide nothing of what runs: a wheel's list of its files, what releases claim."""
+
 _SHOWN_LINES: Final = 200
 """Lines of a difference that are shown; the rest is counted."""
 
@@ -82,10 +85,10 @@ def recipe_differences(verified: Verified) -> list[str]:
                 f"the image {label} is no stack of this package:",
                 *_shortened(_listed(files)),
             ]
-        elif shipped.recipe_digest != spec.from_files(files).recipe_digest:
+        elif difference := list(_differences(shipped.files, files)):
             lines += [
                 f"the recipe of {label} differs from this package's:",
-                *_shortened(_differences(shipped.files, files)),
+                *_shortened(iter(difference)),
             ]
     return lines
 
@@ -150,7 +153,7 @@ def _differences(ours: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> Iter
     """A unified diff of two sets of files, this package's first."""
     for name in sorted(set(ours) | set(theirs)):
         before, after = ours.get(name, b""), theirs.get(name, b"")
-        if before == after or name.endswith("/RECORD"):
+        if before == after or name.endswith(_NOT_CODE):
             continue
         try:
             old, new = before.decode().splitlines(), after.decode().splitlines()

@@ -131,17 +131,22 @@ def predicate(
 ) -> JsonObject:
     """The parts of the signed predicate that do not follow from the content."""
     redactor = Redactor()
-    words = [redactor.word(part) for part in invocation]
+    words = [_plain(redactor.word(part)) for part in invocation]
     seen = merged.observations["containment"]
     return {
         "images": [image.statement() for image in images],
         "runner": {"version": runner.version, "sha256": runner.sha256},
         "invocation": words,
-        "device_class": dict(device_class),
+        "device_class": {
+            name: _plain(value) if isinstance(value, str) else value
+            for name, value in device_class.items()
+        },
         "containment": {
             "engine": seen["engine"],
             "contained": seen["contained"],
-            "options": [f"{name}={value}" for name, value in sorted(seen["facts"].items())][:256],
+            "options": [_plain(f"{name}={value}") for name, value in sorted(seen["facts"].items())][
+                :256
+            ],
         },
         "redactions": sorted({*redactions, *redactor.kinds()}),
     }
@@ -211,6 +216,11 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):
         return ""  # a uid without a name has nothing to hide
+
+
+def _plain(text: str) -> str:
+    """One line of printable characters: what a statement may hold."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:4000]
 
 
 def _tail(data: bytes) -> bytes:

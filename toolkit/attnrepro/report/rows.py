@@ -23,7 +23,7 @@ HEADINGS: Final = (
     "bits",
 )
 
-_UNITS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
+_UNITS: Final = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def duration(ns: int | None) -> str:
     for scale, unit in _UNITS:
         if ns >= scale:
             return f"{_significant(ns / scale)} {unit}"
-    return "0 ns"
+    return f"{ns} ns"
 
 
 def ratio(text: str | None) -> str:

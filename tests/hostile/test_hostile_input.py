@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hostile_bundle import SMALL_ORDER
+from test_hostile_keys import SMALL_ORDER
 
 from attnrepro.artifact import trust
 from attnrepro.artifact.budget import Budget, read_once

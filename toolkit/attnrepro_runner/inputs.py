@@ -118,25 +118,18 @@ def assemble(
     device = torch.device(device)
     cache = workload.cache
     starts_q, starts_k = views.starts(workload.seqlens_q), views.starts(workload.seqlens_k)
-    made: dict[str, torch.Tensor] = {"q": _place(workload, "q", packed["q"])}
-    for name in ("k", "v"):
-        if cache is None:
-            made[name] = _place(workload, name, packed[name])
-            continue
-        made[name] = guards.allocate(
-            workload.shape(name), workload.stride(name), packed[name].dtype, device
-        )
-        if cache.append:
+    shapes = {name: workload.shape(name) for name in ("q", "k", "v")}
+    made = {
+        name: guards.allocate(shape, workload.stride(name), packed[name].dtype, device)
+        for name, shape in shapes.items()
+    }
+    if cache is not None and cache.append:
+        for name in ("k", "v"):
             shape = workload.shape(f"{name}_new")
-            new = _guarded(shape, packed[name].dtype, device)
-            for b in range(workload.batch):
-                new[b].copy_(packed[name][starts_k[b + 1] - cache.append : starts_k[b + 1]])
-            made[f"{name}_new"] = new
-        _fill_cache(workload, made[name], packed[name])
+            made[f"{name}_new"] = _guarded(shape, packed[name].dtype, device)
     if workload.has_backward:
-        grad_out = _guarded(workload.shape("out"), packed["grad_out"].dtype, device)
-        grad_out.copy_(_unpacked(workload, packed["grad_out"]))
-        made["grad_out"] = grad_out
+        made["grad_out"] = _guarded(workload.shape("out"), packed["grad_out"].dtype, device)
+    rewrite(workload, Tensors(**made), packed)
     if workload.is_packed:
         made["cu_seqlens_q"] = torch.tensor(starts_q, dtype=torch.int32, device=device)
         if cache is None:
@@ -153,6 +146,26 @@ def assemble(
         ones = torch.ones((workload.batch, workload.heads_kv), device=device)
         made |= {f"{name}_descale": ones for name in ("q", "k", "v")} | dict(descales or {})
     return Tensors(**made)
+
+
+def rewrite(workload: Workload, tensors: Tensors, packed: Mapping[str, torch.Tensor]) -> None:
+    """Write packed values into tensors of `assemble`, in place; a cache is as before the append."""
+    tensors.q.copy_(_unpacked(workload, packed["q"]))
+    for name, stored, new in (
+        ("k", tensors.k, tensors.k_new),
+        ("v", tensors.v, tensors.v_new),
+    ):
+        if workload.cache is None:
+            stored.copy_(_unpacked(workload, packed[name]))
+            continue
+        guards.poison(stored)
+        _fill_cache(workload, stored, packed[name])
+        if new is not None:
+            count, ends = new.shape[1], views.starts(workload.seqlens_k)[1:]
+            for b, end in enumerate(ends):
+                new[b].copy_(packed[name][end - count : end])
+    if tensors.grad_out is not None:
+        tensors.grad_out.copy_(_unpacked(workload, packed["grad_out"]))
 
 
 def digests(tensors: Tensors) -> dict[str, str]:
@@ -251,14 +264,6 @@ def _quantise(
     grouped = packed.view(packed.shape[0], workload.heads_kv, -1).to(torch.float64)
     scaled = (grouped / each[:, :, None]).clamp_(-_E4M3_MAX, _E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn).view(packed.shape)
-
-
-def _place(workload: Workload, name: str, packed: torch.Tensor) -> torch.Tensor:
-    placed = guards.allocate(
-        workload.shape(name), workload.stride(name), packed.dtype, packed.device
-    )
-    placed.copy_(_unpacked(workload, packed))
-    return placed
 
 
 def _unpacked(workload: Workload, packed: torch.Tensor) -> torch.Tensor:

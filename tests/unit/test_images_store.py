@@ -15,7 +15,8 @@ import pytest
 from attnrepro.errors import BuildFailed, Unavailable
 from attnrepro.images import oci
 from attnrepro.images.collect import collect
-from attnrepro.images.store import ImageRecord, Store, disk_errors
+from attnrepro.images.disk import disk_errors
+from attnrepro.images.store import ImageRecord, Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +54,7 @@ def save(
         "layers": [{"name": layer.name, "digest": layer.digest, "size": layer.size}],
         "sbom": store.add_bytes(b"sbom"),
         "modified": [],
+        "origin": "stack",
         "source": None,
         **more,
     }
@@ -145,6 +147,13 @@ def test_a_modified_image_is_never_taken_for_the_stack(store: Store) -> None:
     record = save(store, modified=["--allow-newer: other versions of bash"])
     assert store.find("toy") is None
     assert store.by_digest(record.manifest_digest) == record
+
+
+def test_an_image_from_an_artifact_does_not_take_a_name(store: Store) -> None:
+    mine = save(store, recipe=b"mine")
+    theirs = save(store, recipe=b"theirs", origin="recipe")
+    assert store.find("toy") == mine
+    assert store.by_recipe("toy", "r1", theirs.recipe_digest) == theirs
 
 
 def test_an_image_of_another_recipe_than_the_shipped_one_is_not_the_shipped_stack(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from attnrepro.errors import BuildFailed, ImageDiffers
 from attnrepro.images import base, builders, extend, fetch, record, spec, tree
 from attnrepro.images.compose import Composed, compose
-from attnrepro.images.store import ImageRecord, Store, disk_errors
+from attnrepro.images.disk import disk_errors
+from attnrepro.images.store import ImageRecord, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ class _Options:
     allow_newer: bool
     allow_dirty: bool
     mirrors: tuple[str, ...]
+    foreign: bool
 
 
 @dataclass(kw_only=True)
@@ -117,10 +119,9 @@ def build(
         allow_newer=allow_newer,
         allow_dirty=allow_dirty,
         mirrors=tuple(mirrors),
+        foreign=False,
     )
-    store = store if store is not None else Store()
-    with disk_errors(f"building {stack.label}"):
-        return _resolve(store, stack, options, progress)
+    return _run(stack, options, store, progress)
 
 
 def build_from_recipe(
@@ -141,14 +142,22 @@ def build_from_recipe(
 
     Raises what `build` raises.
     """
-    return build(
-        spec.from_files(dict(files)),
-        progress=progress,
+    options = _Options(
         engine=engine,
         offline=offline,
-        mirrors=mirrors,
-        store=store,
+        check=False,
+        no_cache=False,
+        allow_newer=False,
+        allow_dirty=False,
+        mirrors=tuple(mirrors),
+        foreign=True,
     )
+    return _run(spec.from_files(dict(files)), options, store, progress)
+
+
+def _run(stack: Stack, options: _Options, store: Store | None, progress: Progress) -> ImageRecord:
+    with disk_errors(f"building {stack.label}"):
+        return _resolve(store if store is not None else Store(), stack, options, progress)
 
 
 def _resolve(store: Store, stack: Stack, options: _Options, progress: Progress) -> ImageRecord:
@@ -211,15 +220,18 @@ def _build(job: _Job) -> ImageRecord:
             times=job.times,
             modified=modified,
             extension=job.extension,
+            foreign=options.foreign,
         )
 
 
 def _refresh(job: _Job, known: ImageRecord) -> ImageRecord:
-    """The same image under today's claims."""
-    recipe = {path: job.store.add_bytes(data) for path, data in job.stack.files.items()}
-    if recipe == known.document["recipe"]:
+    """The same image under today's claims, and no longer foreign once we ask for it ourselves."""
+    if job.options.foreign:
         return known
-    return job.store.save({**known.document, "recipe": recipe})
+    recipe = {path: job.store.add_bytes(data) for path, data in job.stack.files.items()}
+    if (recipe, "stack") == (known.document["recipe"], known.document["origin"]):
+        return known
+    return job.store.save({**known.document, "recipe": recipe, "origin": "stack"})
 
 
 def _announce(job: _Job) -> None:

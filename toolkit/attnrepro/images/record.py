@@ -31,6 +31,7 @@ def save(
     times: Mapping[str, int],
     modified: Sequence[str],
     extension: Extension | None,
+    foreign: bool,
 ) -> ImageRecord:
     """Write the record of an image whose layers are in the store.
 
@@ -44,6 +45,7 @@ def save(
         times: Milliseconds by step.
         modified: Ways in which the image is not the pinned stack.
         extension: What an extending stack adds.
+        foreign: Whether the recipe came out of an artifact.
     """
     document = stack.document
     digest = image.manifest_digest
@@ -72,6 +74,7 @@ def save(
         "sbom": store.add_bytes(_sbom(stack, extension)),
         "claims": document.get("claims"),
         "modified": [*modified, *(extension.modified if extension else ())],
+        "origin": "recipe" if foreign else "stack",
         "extends": extension.extends if extension else None,
         "source": extension.source if extension else None,
         "adapter": extension.adapter if extension else None,

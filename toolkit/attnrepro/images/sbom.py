@@ -32,6 +32,7 @@ def render(
     wheels: Sequence[Wheel],
     base: tuple[str, str] | None = None,
     source: tuple[str, str] | None = None,
+    vendor: str = "debian",
 ) -> bytes:
     """SPDX 2.3 JSON of one image.
 
@@ -44,6 +45,7 @@ def render(
         wheels: Every Python distribution of the image.
         base: Reference and digest of a registry base, whose own packages are not listed.
         source: File name and SHA-256 of a kernel of the user's own.
+        vendor: Whose packages the debs are, as os-release's ID has it.
     """
     from spdx_tools.spdx.model.actor import Actor, ActorType
     from spdx_tools.spdx.model.document import CreationInfo, Document
@@ -60,7 +62,7 @@ def render(
             "deb",
             file=deb.file,
             sha256=deb.sha256,
-            purl=f"pkg:deb/debian/{quote(deb.name)}@{quote(deb.version)}"
+            purl=f"pkg:deb/{vendor}/{quote(deb.name)}@{quote(deb.version)}"
             f"?arch={deb.arch}&distro={suite}",
         )
         for deb in sorted(debs, key=lambda deb: deb.name)

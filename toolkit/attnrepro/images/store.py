@@ -9,7 +9,6 @@ tmp/PID-…  locks/                        work in progress
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -23,12 +22,15 @@ from typing import IO, TYPE_CHECKING, Final, cast
 
 from attnrepro.errors import BuildFailed, InvalidDocument, Unavailable
 from attnrepro.files import atomic_write, sha256_file, store_dir, sync_folder
+from attnrepro.images.disk import disk_errors
 from attnrepro.images.oci import Image, Layer, write_archive
 from attnrepro.jsonio import JsonObject, canonical, loads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+HOST_LAYER: Final = "host-rootfs"
+"""Name of a layer made of a host's own root: ten gigabytes that only the engine holds."""
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -270,9 +272,10 @@ class Store:
         return ImageRecord(document=document, store=self)
 
     def complete(self, record: ImageRecord) -> bool:
-        """Whether all blobs of an image are there with their sizes."""
+        """Whether all blobs of an image are there with their sizes; a host root is the engine's."""
         small = (record.manifest_digest, record.config_digest, record.tree_sha256)
-        return all(self.has(layer.digest, layer.size) for layer in record.layers) and all(
+        kept = [layer for layer in record.layers if layer.name != HOST_LAYER]
+        return all(self.has(layer.digest, layer.size) for layer in kept) and all(
             self.has(digest)
             for digest in (*small, record.document["sbom"], *record.document["recipe"].values())
         )
@@ -280,14 +283,15 @@ class Store:
     def find(self, stack: str, revision: str | None = None) -> ImageRecord | None:
         """The newest complete image of a stack; without a revision, of its highest one.
 
-        Where the package ships that revision, only an image of that very recipe is found.
+        Where the package ships that revision, only an image of that very recipe is found; another
+        stack's image is found only if it was not built from somebody's artifact.
         """
         candidates = [
             record
             for record in self.records()
             if record.stack == stack
             and revision in (None, record.revision)
-            and not record.document["modified"]
+            and not record.modified
             and self.complete(record)
         ]
         candidates.sort(key=lambda record: -int(record.revision[1:]))
@@ -295,7 +299,11 @@ class Store:
 
         for record in candidates:
             pinned = shipped(record.stack, record.revision)
-            if pinned is None or pinned.recipe_digest == record.recipe_digest:
+            if (
+                record.document["origin"] == "stack"
+                if pinned is None
+                else pinned.recipe_digest == record.recipe_digest
+            ):
                 return record
         return None
 
@@ -336,6 +344,9 @@ class Store:
         name = record.manifest_digest.removeprefix("sha256:")
         path = self.root / "archives" / f"{name}.tar"
         if not path.is_file():
+            if any(layer.name == HOST_LAYER for layer in record.layers):
+                message = f"the archive of {record.name}, made of this host's root, is gone"
+                raise BuildFailed(message, hint="run the bundle's installer again")
             path.parent.mkdir(parents=True, exist_ok=True)
             with self.workspace("archive") as folder, disk_errors("writing the image's archive"):
                 temporary = folder / "image.tar"
@@ -379,20 +390,3 @@ def _alive(pid: str) -> bool:
     except PermissionError:
         return True
     return True
-
-
-@contextmanager
-def disk_errors(doing: str) -> Iterator[None]:
-    """Say plainly when a disk is full, a quota is reached or the store is not writable."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"the disk is full ({doing})"
-            hint = "free some space, or run `attnrepro store gc`; nothing half-written is left"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            message = f"{error.filename or 'the store'} is not writable ({doing})"
-            hint = "set ATTNREPRO_STORE to a folder of your own"
-        else:
-            raise
-        raise BuildFailed(message, hint=hint) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from attnrepro_runner import libraries, trace
 
@@ -81,24 +81,34 @@ class Execution:
         }
 
 
-class _Operator(Protocol):
-    """An operator as torch's dispatcher hands it out."""
-
-    def name(self) -> str: ...
-
-    def __call__(self, *args: object, **kwargs: object) -> object: ...
-
-
 def profile(work: Callable[[], object], *, on_device: bool) -> Seen:
-    """Run a call once under torch's profiler."""
+    """Run a call once under torch's profiler.
+
+    On a CPU without kineto, whose first start costs a second and adds nothing there.
+    """
+    return _with_kernels(work) if on_device else _operators_alone(work)
+
+
+def _operators_alone(work: Callable[[], object]) -> Seen:
+    import torch
+
+    with torch.autograd.profiler.profile(use_kineto=False) as profiler:
+        work()
+    operators: dict[str, int] = {}
+    for event in profiler.function_events or ():
+        if not _NOISE.search(event.name):
+            operators[event.name] = operators.get(event.name, 0) + 1
+    return Seen(operators=operators)
+
+
+def _with_kernels(work: Callable[[], object]) -> Seen:
     import torch
     from torch.profiler import ProfilerActivity
 
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_device else [])
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         kept = work()
-        if on_device:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         del kept
     operators: dict[str, int] = {}
     kernels: dict[str, tuple[int, int]] = {}
@@ -112,33 +122,6 @@ def profile(work: Callable[[], object], *, on_device: bool) -> Seen:
         else:
             operators[name] = operators.get(name, 0) + 1
     return Seen(operators=operators, kernels=kernels)
-
-
-def dispatched(work: Callable[[], object]) -> Seen:
-    """Run a call once and note the operators that torch dispatches.
-
-    It costs microseconds where the profiler's first start costs most of a second, and sees no
-    device kernels and no compiled graphs.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    operators: dict[str, int] = {}
-
-    class Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self,
-            func: _Operator,
-            types: Iterable[type],
-            args: tuple[object, ...] = (),
-            kwargs: dict[str, object] | None = None,
-        ) -> object:
-            name = func.name().partition(".")[0]
-            operators[name] = operators.get(name, 0) + 1
-            return func(*args, **(kwargs or {}))
-
-    with Note():  # type: ignore[no-untyped-call]
-        work()
-    return Seen(operators=operators)
 
 
 def judge(

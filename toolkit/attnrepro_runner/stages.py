@@ -151,6 +151,12 @@ def measure_memory(subject: Subject, cell: Cell, report: Report) -> None:
         threads=subject.threads,
     )
     report.parts["memory"] = used.to_json()
+    if used.alarm:
+        reason = (
+            f"the call took {used.extra_bytes} bytes beyond its inputs; memory order "
+            f"{used.declared_order.value}, which its adapter declares, allows {used.declared_bytes}"
+        )
+        report.demand(Status.FALLBACK, reason)
 
 
 def selection(workload: Workload, device: str, *, scores: int | None = None) -> Selection | None:

@@ -22,8 +22,10 @@ from attnrepro_runner.elapsed import elapsed_ns
 from attnrepro_runner.status import Failure, Status, describe_exit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+COMMAND: Final = (sys.executable, "-P", "-m", "attnrepro_runner", "worker")
 
 _GRACE_S: Final = 2.0
 """Between asking a worker to end and ending it."""
@@ -76,8 +78,12 @@ class WorkerProcess:
         log: Path,
         watch: MemoryWatch,
         limit_data: bool,
+        command: Sequence[str] = COMMAND,
     ) -> None:
-        """Start the process; it answers nothing before the first request."""
+        """Start the process; it answers nothing before the first request.
+
+        The command is given the descriptors of requests and answers as two more arguments.
+        """
         request_read, request_write = os.pipe()
         answer_read, answer_write = os.pipe()
         self._watch = watch
@@ -85,7 +91,6 @@ class WorkerProcess:
         self._log = log
         self._kills = limits.kernel_kills()
         self.start_ns = elapsed_ns()
-        command = [sys.executable, "-P", "-m", "attnrepro_runner", "worker"]
         with log.open("ab") as output:
             self._log_start = output.tell()
             try:

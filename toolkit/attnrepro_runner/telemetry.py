@@ -7,9 +7,10 @@ columns; a GPU's is another one.
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
+
+from attnrepro_runner.elapsed import elapsed_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         """Start reading."""
-        self._began = time.monotonic_ns()
+        self._began = elapsed_ns()
         self._thread.start()
         return self
 
@@ -106,7 +107,7 @@ class Recorder:
         """Stop after the reading in hand."""
         self._stop.set()
         self._thread.join()
-        self._ended = time.monotonic_ns()
+        self._ended = elapsed_ns()
 
     def document(self) -> dict[str, object]:
         """Return the series: columns, rows in time order, what reading cost."""
@@ -116,15 +117,15 @@ class Recorder:
             "ended_ns": self._ended,
             "period_ns": self._period_ns,
             "busy_ns": self.busy_ns,
-            "columns": ["monotonic_ns", *(c for s in self._sources for c in s.columns)],
+            "columns": ["elapsed_ns", *(c for s in self._sources for c in s.columns)],
             "rows": self._rows,
             "errors": self._errors,
         }
 
     def _run(self) -> None:
-        due = time.monotonic_ns()
+        due = elapsed_ns()
         while not self._stop.is_set():
-            began = time.monotonic_ns()
+            began = elapsed_ns()
             row: list[Value] = [began]
             for source in self._sources:
                 try:
@@ -137,7 +138,7 @@ class Recorder:
             if len(self._rows) >= ROWS_LIMIT:
                 del self._rows[1::2]
                 self._period_ns *= 2
-            ended = time.monotonic_ns()
+            ended = elapsed_ns()
             self.busy_ns += ended - began
             due = max(due + self._period_ns, ended)
             self._stop.wait((due - ended) / 1e9)

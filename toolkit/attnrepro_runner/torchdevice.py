@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -88,7 +88,7 @@ def spans(
     begins = [begin for begin, _ in kernels]
     found: list[tuple[int, int] | None] = []
     for first, last in windows:
-        inside = kernels[bisect_left(begins, first) : bisect_right(begins, last)]
+        inside = kernels[bisect_left(begins, first) : bisect_left(begins, last)]
         found.append((inside[0][0], max(end for _, end in inside)) if inside else None)
     return found
 

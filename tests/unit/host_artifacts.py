@@ -66,6 +66,7 @@ class FakeImages:
                     "adapter": None,
                 },
                 recipe={"Dockerfile": b"FROM scratch\n", "image.json": b"{}\n"},
+                listing=b'["etc","folder","0755",0,0,0,""]\n',
                 sbom=b'{"spdxVersion":"SPDX-2.3"}',
                 rebuild_status="recipe included; not rebuilt for this run",
             ),

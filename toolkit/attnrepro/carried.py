@@ -7,9 +7,10 @@ import hashlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from attnrepro import treelist
 from attnrepro.artifact import container
 from attnrepro.artifact.budget import Budget
-from attnrepro.errors import BuildFailed, Rejected, Unavailable
+from attnrepro.errors import Rejected, Unavailable
 from attnrepro.packing import IMAGES_FOLDER, RUNNER_FOLDER
 from attnrepro.runnerwheel import RunnerWheel
 from attnrepro.usedimages import ready
@@ -131,22 +132,13 @@ class RecipeImages:
         )
         if built.manifest_digest == image["manifest_digest"]:
             return ready(built, self._store, rebuild_status="rebuilt from the recipe: identical")
-        self.first_difference = self._first_difference(image["key"], built.listing)
+        theirs = self._verified.members.get(f"{IMAGES_FOLDER}{image['key']}{treelist.SUFFIX}")
+        if theirs is not None:
+            self.first_difference = treelist.first_difference(theirs, built.listing)
         progress(
             f"the rebuilt image differs: {built.manifest_digest}, not {image['manifest_digest']}"
         )
         return ready(built, self._store, rebuild_status="rebuilt from the recipe: differs")
-
-    def _first_difference(self, key: str, listing: bytes) -> str | None:
-        from attnrepro.images import tree
-
-        theirs = self._verified.members.get(f"{IMAGES_FOLDER}{key}.tree")
-        if theirs is None:
-            return None
-        try:
-            return tree.first_difference(tree.parse_listing(theirs), tree.parse_listing(listing))
-        except BuildFailed:
-            return None
 
 
 def _differences(ours: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> Iterator[str]:

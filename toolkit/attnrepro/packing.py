@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attnrepro import treelist
 from attnrepro.artifact import container
 from attnrepro.artifact.content import SBOM, Content
 from attnrepro.errors import AttnreproError, UsageError
@@ -40,6 +41,8 @@ class UsedImage:
     """The image record (`image` schema)."""
     recipe: Mapping[str, bytes]
     sbom: bytes
+    listing: bytes
+    """Of its tree (`images.tree.listing`)."""
     rebuild_status: str
     """Whether a stranger can rebuild it, and whether that was tried."""
 
@@ -94,6 +97,7 @@ def content(
     for image in images:
         for path, data in image.recipe.items():
             files[f"{IMAGES_FOLDER}{image.key}/{path}"] = data
+        files[f"{IMAGES_FOLDER}{image.key}{treelist.SUFFIX}"] = treelist.pack(image.listing)
         files[SBOM if len(images) == 1 else f"sbom/{image.key}.spdx.json"] = image.sbom
     redactor = Redactor()
     wanted = {name for task in merged.observations["tasks"] for name in task["telemetry"]}

@@ -88,6 +88,7 @@ def ready(record: ImageRecord, store: Store, *, rebuild_status: str) -> ReadyIma
             document=record.document,
             recipe=record.recipe,
             sbom=record.sbom,
+            listing=record.listing,
             rebuild_status=rebuild_status,
         ),
     )

@@ -1,0 +1,54 @@
+"""The listing of an image's tree, small enough to travel: a rebuild that differs can say where.
+
+Advisory: an image's identity is its digest, and what is packed here only names the first
+difference. So content digests are shortened, and the whole is compressed.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from typing import TYPE_CHECKING, Final
+
+from attnrepro.errors import BuildFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUFFIX: Final = ".tree.xz"
+_DIGITS: Final = 12
+"""Hex digits kept of a file's digest."""
+_LARGEST: Final = 64 << 20
+"""Bytes of an unpacked listing; a compressed one from a stranger may be a bomb."""
+
+
+def pack(listing: bytes) -> bytes:
+    """A listing (`images.tree.listing`) in short."""
+    return lzma.compress(b"\n".join(_short(listing)), format=lzma.FORMAT_XZ, preset=2)
+
+
+def first_difference(packed: bytes, listing: bytes) -> str | None:
+    """The first path at which a packed listing and another listing differ, in words.
+
+    None where they are equal, or where the packed one is damaged.
+    """
+    from attnrepro.images import tree
+
+    try:
+        unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=256 << 20)
+        theirs = unpacker.decompress(packed, max_length=_LARGEST)
+        if not unpacker.eof:
+            return None
+        return tree.first_difference(
+            tree.parse_listing(theirs), tree.parse_listing(b"\n".join(_short(listing)))
+        )
+    except (lzma.LZMAError, EOFError, BuildFailed):
+        return None
+
+
+def _short(listing: bytes) -> Iterator[bytes]:
+    for line in listing.splitlines():
+        entry = json.loads(line)
+        if entry[1] == "file":
+            entry[-1] = entry[-1][:_DIGITS]
+        yield json.dumps(entry, separators=(",", ":"), ensure_ascii=True).encode()

@@ -109,6 +109,7 @@ def oracle(ok: bool = True) -> dict[str, Any]:
         "poison": "best_effort",
         "duration_ns": 1000,
         "seed": "2026",
+        "coverage": "all",
     }
 
 
@@ -179,6 +180,7 @@ def launch_entry(subject: str, launch: int, task_id: str = "", **changes: Any) -
         "place": None,
         "oracle_before": oracle(),
         "oracle_after": oracle(),
+        "warmup": {"duration_ns": 5, "iterations": 3, "stationary": True, "rule": "a fake"},
         "samples": [
             {
                 "clock": "host",

@@ -215,3 +215,9 @@ def test_ended_container_is_told_of_what_it_left_undone() -> None:
     found = subject(merge(manifest(), [job()], tasks(launches=2), sample_bytes, context), "fast")
     assert (found["status"], found["place"]) == ("TIMEOUT", "launch-2, launch-3, launch-4")
     assert len(found["timing"]["host"]["launches"]) == 2
+
+
+def test_warming_up_is_kept_launch_by_launch() -> None:
+    warmups = subject(merged(tasks()), "fast")["warmups"]
+    assert [w["task"] for w in warmups] == [f"launch-{n}" for n in range(5)]
+    assert warmups[0]["warmup"]["stationary"] is True

@@ -209,6 +209,9 @@ def _subject(
     ]
     if oracle:
         merged["oracle"] = oracle
+    warmups = [{"task": t["task"], "warmup": e["warmup"]} for t, e in found if "warmup" in e]
+    if warmups:
+        merged["warmups"] = warmups
     return merged
 
 

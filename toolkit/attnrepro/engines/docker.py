@@ -40,6 +40,17 @@ class DockerEngine:
         self._facts: EngineFacts | None = None
         self._info: Mapping[str, Any] = {}
 
+    @property
+    def url(self) -> str:
+        """Address of the daemon."""
+        return self._url
+
+    @property
+    def api_version(self) -> str:
+        """API version that the daemon speaks. Raises Unavailable where none answers."""
+        with self._client():
+            return self._api or ANY_API
+
     def facts(self) -> EngineFacts:
         """See `Engine.facts`. Raises Unavailable where no Docker answers."""
         if self._facts is None:

@@ -1,0 +1,270 @@
+"""The stack `host-torch`: a host's own root as the base, the kernels' wheels as a layer on top.
+
+For GPU hosts that can pull nothing. The base is streamed into the engine once and never written to
+a file; the image is still known by the digests that our own writer gives it, and its record says
+what it is: base kind `host-rootfs`, which nobody else can rebuild.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from attnrepro.errors import BuildFailed, Unavailable
+from attnrepro.images import hostrecord, hosttree, oci, wheelfiles
+from attnrepro.images.hostrecord import REVISION, STACK, Kernels, Made
+from attnrepro.images.disk import disk_errors
+from attnrepro.images.store import HOST_LAYER
+from attnrepro.images.tree import Entry, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from attnrepro.engines.docker import DockerEngine
+    from attnrepro.images.hosttree import HostPython, LayerStream, Selection
+    from attnrepro.images.store import ImageRecord, Store
+    from attnrepro.images.wheelfiles import WheelInfo
+    from attnrepro.jsonio import JsonObject
+
+    Progress = Callable[[str], None]
+
+ROOTS: Final = ("torch", "numpy", "nvidia-ml-py")
+_IMPORTED: Final = "attnrepro-import:host-rootfs"
+
+
+class _Importer(Protocol):
+    def import_image_from_data(
+        self, data: Iterable[bytes], *, repository: str, tag: str
+    ) -> str: ...
+    def inspect_image(self, image: str) -> dict[str, JsonObject]: ...
+    def remove_image(self, image: str) -> object: ...
+    def close(self) -> None: ...
+
+
+def build(
+    *,
+    engine: DockerEngine,
+    store: Store,
+    wheels: Sequence[Path],
+    wheel_digests: Mapping[str, str],
+    public: Sequence[WheelInfo],
+    progress: Progress,
+    root: Path = Path("/"),
+    python: HostPython | None = None,
+    roots: Sequence[str] = ROOTS,
+) -> ImageRecord:
+    """Make the image of this host, load it into the engine, and keep its record.
+
+    Args:
+        engine: Docker with its classic store; podman and the containerd store would compress, or
+            copy, ten gigabytes.
+        store: Where record, kernels' layer and recipe go.
+        wheels: Kernels for the upper layer.
+        wheel_digests: File name to the hex SHA-256 of the wheel as its index has it, where a
+            bundle carries it uncompressed; other names are hashed as they are.
+        public: Public wheels, by RECORD, with which installed packages are compared.
+        progress: Told each step.
+        root: Of the host's file system.
+        python: The environment; None is the running interpreter's.
+        roots: Requirements that must stay in the environment.
+
+    Raises:
+        Unavailable: the engine's store is not the classic one, or it vanished.
+        BuildFailed: no torch in the environment, a damaged wheel, the disk is full.
+        ImageDiffers: the engine holds something else than was given to it.
+    """
+    if engine.facts().store != "classic":
+        message = "Docker's containerd store would compress the host's root on one core"
+        hint = 'set {"features": {"containerd-snapshotter": false}} in its daemon.json'
+        raise Unavailable(message, hint=hint)
+    environment = python or hosttree.this_python()
+    with store.workspace("hostroot") as work, disk_errors("making the host's image"):
+        kernels = _kernels(work / "kernels", wheels, wheel_digests, environment)
+        requires = [line for info in kernels.infos for line in info.requires]
+        selection = hosttree.select(
+            environment,
+            roots=[*roots, *requires],
+            replaced=[info.name for info in kernels.infos],
+            root=root,
+        )
+        began = time.monotonic()
+        base = _import_root(engine, selection, progress)
+        times = {"base_ms": int((time.monotonic() - began) * 1000)}
+        began = time.monotonic()
+        layers = [base.layer]
+        entries = list(base.entries)
+        if kernels.infos:
+            upper = _kernels_layer(store, work / "layer.tar", kernels, environment)
+            layers.append(upper.layer)
+            entries = _merged(entries, upper.entries)
+        times["write_ms"] = int((time.monotonic() - began) * 1000)
+        return _finish(engine, store, selection, kernels, layers, entries, public, times, progress)
+
+
+def _kernels(
+    folder: Path, wheels: Sequence[Path], digests: Mapping[str, str], python: HostPython
+) -> Kernels:
+    folder.mkdir()
+    infos = wheelfiles.unpack(wheels, folder)
+    infos = [replace(info, sha256=digests.get(info.file, info.sha256)) for info in infos]
+    if infos:
+        wheelfiles.compile_folder(folder, f"/{python.site}")
+    return Kernels(folder=folder, infos=tuple(infos))
+
+
+def _import_root(engine: DockerEngine, selection: Selection, progress: Progress) -> LayerStream:
+    from attnrepro.engines.dockerapi import connection
+
+    python = selection.python
+    progress(f"importing this host's root file system, {len(selection.kept)} Python packages of it")
+    stream = hosttree.LayerStream(
+        name=HOST_LAYER,
+        paths=hosttree.paths(selection),
+        keep_times=tuple(f"{prefix}/" for prefix in (*python.prefixes, "usr/lib/python3")),
+        progress=progress,
+    )
+    repository, _, tag = _IMPORTED.partition(":")
+    with connection(engine.url, engine.api_version) as client:
+        importer = cast("_Importer", client)
+        reply = importer.import_image_from_data(iter(stream), repository=repository, tag=tag)
+        if '"error"' in reply:
+            message = f"Docker could not import the root file system: {reply[-400:]}"
+            raise BuildFailed(message, hint="free disk space where the engine keeps its data")
+        held = importer.inspect_image(_IMPORTED)["RootFS"]["Layers"]
+    if held != [stream.layer.digest]:
+        message = f"Docker took the root file system as {held}, not as {stream.layer.digest}"
+        raise BuildFailed(message)
+    return stream
+
+
+def _kernels_layer(store: Store, path: Path, kernels: Kernels, python: HostPython) -> LayerStream:
+    stream = hosttree.LayerStream(name="kernels", paths=_placed(kernels.folder, python.site))
+    with path.open("wb") as file:
+        for piece in stream:
+            file.write(piece)
+    store.adopt(path, stream.layer.digest)
+    return stream
+
+
+def _placed(folder: Path, site: str) -> Iterator[tuple[str, Path]]:
+    yield site, folder
+    for place in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).parts):
+        yield f"{site}/{place.relative_to(folder).as_posix()}", place
+
+
+def _merged(lower: Iterable[Entry], upper: Iterable[Entry]) -> list[Entry]:
+    found = {entry.path: entry for entry in lower} | {entry.path: entry for entry in upper}
+    return [found[path] for path in sorted(found)]
+
+
+def _finish(
+    engine: DockerEngine,
+    store: Store,
+    selection: Selection,
+    kernels: Kernels,
+    layers: Sequence[oci.Layer],
+    entries: Sequence[Entry],
+    public: Sequence[WheelInfo],
+    times: Mapping[str, int],
+    progress: Progress,
+) -> ImageRecord:
+    from attnrepro.engines.base import ImageIdentity
+    from attnrepro.engines.dockerapi import connection
+
+    environment = _environment(selection.python)
+    written = oci.image(
+        layers,
+        platform="linux/amd64",
+        epoch=hosttree.EPOCH,
+        env=environment,
+        entrypoint=(),
+        user="65532:65532",
+        workdir="/",
+        labels={},
+    )
+    name = f"localhost/attnrepro/{STACK}:{REVISION}-{written.manifest_digest[7:19]}"
+    archive = store.root / "archives" / f"{written.manifest_digest[7:]}.tar"
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    _write_archive(archive, written, layers[1:], layers[0], name, store)
+    identity = ImageIdentity(
+        archive=archive,
+        name=name,
+        manifest_digest=written.manifest_digest,
+        config_digest=written.config_digest,
+    )
+    progress(f"loading {name}")
+    engine.ensure_image(identity)
+    with connection(engine.url, engine.api_version) as client:
+        cast("_Importer", client).remove_image(_IMPORTED)
+    checks = _compare(selection.python, entries, public)
+    record = hostrecord.save(
+        store,
+        Made(
+            selection=selection,
+            kernels=kernels,
+            layers=layers,
+            entries=entries,
+            image=written,
+            name=name,
+            environment=environment,
+            times=times,
+            checks=checks,
+        ),
+    )
+    for check in checks:
+        state = "equal to the public wheel" if check.identical else "DIFFERS from the public wheel"
+        progress(f"  {check.name}: {state}, {check.equal} files")
+    return record
+
+
+def _write_archive(
+    path: Path,
+    written: oci.Image,
+    upper: Sequence[oci.Layer],
+    base: oci.Layer,
+    name: str,
+    store: Store,
+) -> None:
+    """Write a docker-archive without the base's layer: the engine has it, and looks no further."""
+    members = [f"blobs/sha256/{layer.digest[7:]}" for layer in (base, *upper)]
+    config = f"blobs/sha256/{written.config_digest[7:]}"
+    manifest = [{"Config": config, "RepoTags": [name], "Layers": members}]
+    temporary = path.with_suffix(".tmp")
+    with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
+        for member, data in (
+            ("manifest.json", json.dumps(manifest).encode()),
+            (config, written.config),
+        ):
+            info = tarfile.TarInfo(member)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+        for layer, member in zip(upper, members[1:], strict=True):
+            archive.add(store.blob(layer.digest), arcname=member, recursive=False)
+    temporary.replace(path)
+
+
+def _environment(python: HostPython) -> dict[str, str]:
+    return {
+        "LANG": "C.UTF-8",
+        "PATH": f"{Path(python.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONNOUSERSITE": "1",
+        "USER": "attnrepro",
+    }
+
+
+def _compare(
+    python: HostPython, entries: Iterable[Entry], public: Iterable[WheelInfo]
+) -> list[wheelfiles.PublicCheck]:
+    prefix = f"{python.site}/"
+    installed = {
+        entry.path.removeprefix(prefix): entry.sha256
+        for entry in entries
+        if entry.kind is Kind.FILE and entry.path.startswith(prefix)
+    }
+    return [wheelfiles.check_public(info, installed) for info in public]

@@ -208,7 +208,7 @@ class Workload:
         return low, min(highs, default=None)
 
     def key_range(self, b: int, i: int) -> tuple[int, int]:
-        """Return the keys [lo, hi) that query i of sequence b attends, both from 0; empty where lo >= hi."""
+        """Return the keys [lo, hi) that query i attends; empty where lo >= hi, never negative."""
         low, high = self.diagonals(b)
         lo = 0 if low is None else max(0, i + low)
         hi = self.seqlens_k[b] if high is None else max(0, min(self.seqlens_k[b], i + high + 1))

@@ -1,0 +1,157 @@
+"""Bits: whether the same call gives the same bytes, call after call, and in another batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnrepro_runner import inputs, views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attnrepro_runner.backends.base import Backend, Outputs, Prepared
+    from attnrepro_runner.semantics import Workload
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitsReport:
+    """What was claimed and what was observed, apart."""
+
+    profile: str
+    claimed: str
+    repeats: int
+    observed: Mapping[str, str]
+    """Tensor name to "repeats" or "differs"."""
+    digests: Mapping[str, str]
+    """SHA-256 of the first call's tensors."""
+    batch_invariant: bool | None
+
+    def status(self) -> str:
+        """PASS, or NONDETERMINISTIC where bitwise was claimed and not observed."""
+        if self.claimed == "bitwise" and "differs" in self.observed.values():
+            return "NONDETERMINISTIC"
+        return "PASS"
+
+    def reason(self) -> str | None:
+        """Say which tensors differ; None for PASS."""
+        if self.status() == "PASS":
+            return None
+        names = [name for name, seen in self.observed.items() if seen == "differs"]
+        return f"{', '.join(names)} differed within {self.repeats} calls on the same inputs"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the `bits` object of a result document."""
+        return {
+            "profile": self.profile,
+            "claimed": self.claimed,
+            "repeats": self.repeats,
+            "observed": dict(self.observed),
+            "digests": dict(self.digests),
+            "batch_invariant": self.batch_invariant,
+        }
+
+
+def repeat(
+    prepared_factory: Callable[[], Prepared],
+    repeats: int,
+    *,
+    profile: str = "native",
+    claimed: str = "bitwise",
+    between: Callable[[], None] | None = None,
+    batch_invariant: bool | None = None,
+) -> BitsReport:
+    """Call `repeats` times on the same inputs and compare every output's bytes.
+
+    Args:
+        prepared_factory: binds the backend, once.
+        repeats: calls, at least 2.
+        profile: CPU arithmetic profile in force, for the record.
+        claimed: "bitwise" or "none".
+        between: done before each call, such as poisoning the allocator's free blocks.
+        batch_invariant: what `batch_invariance` said, for the record.
+
+    Raises:
+        ValueError: fewer than 2 repeats.
+
+    """
+    if repeats < 2:
+        msg = f"{repeats} call cannot show whether bits repeat"
+        raise ValueError(msg)
+    prepared = prepared_factory()
+    first: dict[str, str] = {}
+    differing: set[str] = set()
+    for n in range(repeats):
+        if between is not None:
+            between()
+        found = output_digests(prepared.step())
+        if n == 0:
+            first = found
+        differing |= {name for name in first if found.get(name) != first[name]}
+    return BitsReport(
+        profile=profile,
+        claimed=claimed,
+        repeats=repeats,
+        observed={name: "differs" if name in differing else "repeats" for name in first},
+        digests=first,
+        batch_invariant=batch_invariant,
+    )
+
+
+def output_digests(outputs: Outputs) -> dict[str, str]:
+    """Return the SHA-256 of each tensor that a call returned."""
+    named = ((name, getattr(outputs, name)) for name in NAMES)
+    return {name: inputs.digest(tensor) for name, tensor in named if tensor is not None}
+
+
+def batch_invariance(
+    backend: Backend,
+    options: Mapping[str, object],
+    workload: Workload,
+    spec: Mapping[str, object],
+    *,
+    stream: int,
+    device: torch.device | str,
+) -> bool | None:
+    """Say whether the first sequence's output has the same bits alone as in its batch.
+
+    None where there is one sequence, or where the batch enters the inputs (a descale measured over
+    the whole tensor).
+
+    Args:
+        backend: under test.
+        options: of the subject.
+        workload: the benchmarked one.
+        spec: the manifest's `inputs`.
+        stream: of the draw.
+        device: where.
+
+    Raises:
+        Unsupported: the backend takes the batch and not the single sequence.
+
+    """
+    if workload.batch == 1 or (workload.fp8 is not None and workload.fp8.granularity == "tensor"):
+        return None
+    pool = workload.cache and dataclasses.replace(workload.cache, pool_pages=None)
+    alone = dataclasses.replace(
+        workload,
+        batch=1,
+        seqlens_q=workload.seqlens_q[:1],
+        seqlens_k=workload.seqlens_k[:1],
+        cache=pool,
+    )
+    outs = []
+    for each in (workload, alone):
+        tensors = inputs.make_inputs(each, spec, stream=stream, device=device)
+        prepared = backend.prepare(each, options, tensors)
+        if each.cache is not None and each.cache.append and not each.cache.append_in_call:
+            prepared.append_step()
+        out = prepared.step().out
+        rows = [views.query_rows(out, each, 0, h) for h in range(each.heads_q)]
+        outs.append(torch.stack(rows))
+    return inputs.digest(outs[0]) == inputs.digest(outs[1])

@@ -154,7 +154,9 @@ def test_layouts_hold_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("page_size", [None, 4])
-def test_caches_hold_the_keys_and_nan_elsewhere(dtype: str, page_size: int | None) -> None:
+def test_caches_hold_the_keys_a_finite_tail_and_nan_elsewhere(
+    dtype: str, page_size: int | None
+) -> None:
     cache: dict[str, Any] = {"kind": "contiguous", "capacity": 12, "append": 2}
     if page_size:
         cache |= {"kind": "paged", "page_size": page_size, "pool_pages": 11}
@@ -169,8 +171,16 @@ def test_caches_hold_the_keys_and_nan_elsewhere(dtype: str, page_size: int | Non
             expected = views.key_rows(plain.v, packed, b, h)
             assert torch.equal(logical.float(), expected.float())
             assert logical.shape == (seqlen, 16)
+    if page_size:
+        assert tensors.page_table is not None
+        behind = tensors.k[int(tensors.page_table[0, 1]), 1:]
+    else:
+        behind = tensors.k[0, 5:]
+    tail = behind.shape[0]
+    assert tail == (3 if page_size else 7)
+    assert bool((behind.float() == inputs.TAIL).all())
     values = int((~tensors.k.float().isnan()).sum())
-    assert values == (3 + 10) * 2 * 16
+    assert values == (3 + 10 + tail) * 2 * 16
     assert tensors.seqused_k is not None
     assert tensors.seqused_k.tolist() == [5, 12]
     if page_size:

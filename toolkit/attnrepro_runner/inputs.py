@@ -26,6 +26,12 @@ GENERATOR = "philox4x32-10/normal-table/1"
 LOW_ENTROPY = frozenset({"one_hot"})
 """Distributions that must not be timed: products of zeros run faster."""
 
+TAIL = 256.0
+"""Value of keys and values in a cache behind a sequence's length. It is finite, since kernels that
+load whole tiles (FlashAttention-3 and -4, cuDNN) give such keys the weight 0 and multiply: NaN
+would stay NaN, and their releases ask for finite rows there. It is exact in every dtype and far
+outside of the distributions, so that a kernel that attends it is found."""
+
 _TAGS = {"q": 0, "k": 1, "v": 2, "grad_out": 3}
 _LARGE_NEGATIVE_K = -8.0
 _ONE_HOT_QK = 8.0
@@ -106,7 +112,7 @@ def assemble(
 ) -> Tensors:
     """Place packed (tokens, heads, width) values into the workload's tensors.
 
-    Keys beyond a sequence's length, foreign pages and all guard bands hold NaN.
+    Foreign pages and all guard bands hold NaN, keys behind a sequence's length hold TAIL.
 
     Args:
         workload: layout, strides, cache.
@@ -279,10 +285,20 @@ def _guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def _fill_cache(workload: Workload, stored: torch.Tensor, packed: torch.Tensor) -> None:
-    """Write the keys that were there before the append; all else stays NaN."""
+    """Write the keys that were there before the append, and TAIL behind each sequence.
+
+    Pages that no sequence uses, and the places of the append, stay NaN.
+    """
     assert workload.cache is not None
     start = views.starts(workload.seqlens_k)
+    page_size = workload.cache.page_size
     for b in range(workload.batch):
+        seqlen = workload.seqlens_k[b]
+        if page_size is None:
+            stored[b, seqlen:].fill_(TAIL)
+        elif seqlen % page_size:
+            last, first = views.page_slots(workload, b, range(seqlen - 1, seqlen))
+            stored[int(last[0]), int(first[0]) + 1 :].fill_(TAIL)
         kept = workload.seqlens_k[b] - workload.cache.append
         rows = packed[start[b] : start[b] + kept]
         if workload.cache.page_size is None:

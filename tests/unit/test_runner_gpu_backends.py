@@ -119,7 +119,7 @@ def check_step(name: str, w: Workload, options: dict[str, object] | None = None)
     tensors = make_inputs(w, INPUTS, stream=0, device="cpu")
     missing = w.active_fields() - backend.consumed(w, chosen) - {"dtype_out"}
     assert not missing, f"{name} leaves {missing}"
-    assert {f"options.{o}" for o in chosen} <= backend.consumed(w, chosen)
+    assert set(chosen) <= backend.consumed(w, chosen)
     prepared = backend.prepare(w, chosen, tensors)
     prepared.append_step()
     outputs = prepared.step()
@@ -201,6 +201,24 @@ def test_alibi_of_flash_attn_2(calls: list[dict[str, object]]) -> None:
     slopes = calls[-1]["alibi_slopes"]
     assert isinstance(slopes, torch.Tensor)
     assert slopes.dtype == torch.float32
+
+
+@pytest.mark.parametrize("cache", [None, {"kind": "contiguous"}])
+def test_a_causal_alibi_of_flash_attn_2_has_no_lse(
+    calls: list[dict[str, object]], cache: dict[str, object] | None
+) -> None:
+    """Its kernels add a bias that differs by a constant of the row."""
+    for causal, has_lse in (("bottom_right", False), ("none", True)):
+        w = workload(
+            phase="prefill",
+            seqlen_k=9,
+            alibi={"slopes": "geometric"},
+            mask={"causal": causal},
+            cache=cache,
+        )
+        tensors = make_inputs(w, INPUTS, stream=0, device="cpu")
+        outputs = registry.load("flash_attn_2").prepare(w, {}, tensors).step()
+        assert (outputs.lse is not None) is has_lse
 
 
 @pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_4", "torch.varlen", "flashinfer"])

@@ -195,7 +195,13 @@ class _CudnnPrepared:
             self._append()
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of other tensors of the same shapes and strides."""
+        """Attention of other tensors of the same shapes.
+
+        A graph reads its tensors by the strides that it was built for, whatever those of the
+        tensors are; other strides are copied.
+        """
+        t = self._tensors
+        q, k, v = (_as_bound(x, like) for x, like in ((q, t.q), (k, t.k), (v, t.v)))
         if self._workload.has_backward:
             apply = cast("Callable[..., torch.Tensor]", _Attention.apply)
             return apply(self, q, k, v)
@@ -285,7 +291,8 @@ class _CudnnPrepared:
             extra |= {
                 "paged_attention_k_table": self._tensor(graph, built, "k_table", table, bind=True),
                 "paged_attention_v_table": self._tensor(graph, built, "v_table", table, bind=True),
-                "paged_attention_max_seq_len_kv": max(w.seqlens_k),
+                # The bound must be the table's width in keys, not the longest sequence.
+                "paged_attention_max_seq_len_kv": table.shape[2] * w.cache.page_size,
             }
         out, stats = cast(
             "tuple[object, object]",
@@ -418,12 +425,16 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         prepared = cast("_CudnnPrepared", ctx.prepared)  # type: ignore[attr-defined]
         q, k, v, out, stats = ctx.saved_tensors  # type: ignore[attr-defined]
-        # The graph was built for grad_out's strides.
-        (grad,) = grads
-        like = prepared._grad_out()
-        if grad.stride() != like.stride():
-            grad = torch.empty_like(like).copy_(grad)
+        grad = _as_bound(grads[0], prepared._grad_out())
         return (None, *prepared._backward(q, k, v, out, stats, grad))
+
+
+def _as_bound(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in another's strides."""
+    if tensor.stride() == like.stride():
+        return tensor
+    bound = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
+    return bound.copy_(tensor)
 
 
 def _alignment(workload: Workload) -> str:

@@ -166,6 +166,7 @@ class FlashAttention2:
         if dropout is not None:
             _seed(tensors.q.device, dropout.seed, dropout.offset)
         function = cast("Callable[..., object]", getattr(module, name))
+        shifted = _lse_is_shifted(workload)
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -174,7 +175,7 @@ class FlashAttention2:
             if isinstance(result, torch.Tensor):
                 return result, None
             out, lse, *_ = cast("tuple[torch.Tensor, torch.Tensor]", result)
-            return out, lse
+            return out, None if shifted else lse
 
         return FlashPrepared(workload, tensors, attend)
 
@@ -195,6 +196,7 @@ class FlashAttention2:
             "num_splits": integer(options, "num_splits") or 0,
             "return_softmax_lse": True,
         }
+        shifted = _lse_is_shifted(workload)
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -203,7 +205,7 @@ class FlashAttention2:
                 "tuple[torch.Tensor, torch.Tensor]",
                 function(q=q, k_cache=k, v_cache=v, **cached),
             )
-            return out, lse
+            return out, None if shifted else lse
 
         return attend
 
@@ -318,6 +320,15 @@ class FlashAttention2RocmTriton(FlashAttention2):
         if os.environ.get(_TRITON, "FALSE") != "TRUE":
             return f"{_TRITON}=TRUE is not set, so Composable Kernel would run"
         return _import_reason()
+
+
+def _lse_is_shifted(workload: Workload) -> bool:
+    """Tell whether the returned LSE is not that of the documented logits.
+
+    Under a causal mask the kernels add slope * j instead of -slope * |i - j|. Each row's weights
+    are the same, its LSE is greater by a constant of the row.
+    """
+    return workload.alibi is not None and bottom_right_band(workload).causal
 
 
 def _import_reason() -> str | None:

@@ -118,8 +118,8 @@ def check_options(options: Mapping[str, object], honoured: frozenset[str]) -> No
 
 
 def option_fields(options: Mapping[str, object], honoured: frozenset[str]) -> frozenset[str]:
-    """Return the dotted names of options that the call honours."""
-    return frozenset(f"options.{name}" for name in options if name in honoured)
+    """Return the options that the call honours."""
+    return frozenset(options) & honoured
 
 
 def flag(options: Mapping[str, object], name: str) -> bool:

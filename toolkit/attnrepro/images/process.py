@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,17 +82,19 @@ def stream(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ask the whole group to stop as a Ctrl-C would, then make it."""
-    for sign, seconds in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+    """Ask the whole group to stop as a Ctrl-C would, then make it; returns when it is gone."""
+    for sign, seconds in ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + seconds
         try:
             os.killpg(process.pid, sign)
-            process.wait(seconds)
+            while time.monotonic() < deadline:
+                process.poll()  # reaps the leader, without which the group never ends
+                os.killpg(process.pid, 0)
+                if sign is signal.SIGINT and process.returncode is not None:
+                    break  # what a shell left in the background ignores the first signal
+                time.sleep(0.02)
         except ProcessLookupError:
-            break
-        except subprocess.TimeoutExpired:
-            continue
-        break
-    process.poll()
+            return
 
 
 def run(

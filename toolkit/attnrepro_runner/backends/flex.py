@@ -8,6 +8,7 @@ LSE: those refusals are raised in torch's own words.
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ class FlexBackend:
     name = "flex"
     empty_row_lse = -math.inf
     option_names = frozenset({"compile_mode"})
+
+    def __init__(self) -> None:
+        """Compile nothing yet."""
+        self._graph: _Graph | None = None
 
     def availability(self) -> Availability:
         """Say which torch this is, and whether a compiler is there."""
@@ -115,9 +120,15 @@ class FlexBackend:
     def prepare(
         self, workload: Workload, options: Mapping[str, object], tensors: Tensors
     ) -> Prepared:
-        """Make score and mask functions and the block mask; the first step compiles."""
+        """Make score and mask functions and the block mask; the first step compiles.
+
+        All bindings of one workload share one graph, or each would be a recompilation.
+        """
         self.check(workload, options)
-        return _FlexPrepared(workload, tensors, str(options.get("compile_mode", _MODES[0])))
+        mode = str(options.get("compile_mode", _MODES[0]))
+        if self._graph is None or self._graph.key != (workload, mode):
+            self._graph = _Graph(workload, tensors, mode)
+        return _FlexPrepared(workload, tensors, self._graph)
 
     def _ask_for_gradients(self) -> None:
         from torch.nn.attention import flex_attention
@@ -130,27 +141,39 @@ class FlexBackend:
             raise Unsupported(message) from error
 
 
-class _FlexPrepared(torchcalls.TorchPrepared):
+class _Graph:
+    """What is compiled for one workload."""
+
     def __init__(self, workload: Workload, tensors: Tensors, mode: str) -> None:
         from torch.nn.attention.flex_attention import flex_attention
 
         torch._dynamo.reset()
-        self._compiled = torch.compile(flex_attention, fullgraph=True, mode=mode)
+        if workload.has_backward:
+            # A donated buffer is gone after one backward, and `backward_step` runs more.
+            functorch = importlib.import_module("torch._functorch.config")
+            functorch.donated_buffer = False  # type: ignore[attr-defined]
+        self.key = (workload, mode)
+        self.compiled = torch.compile(flex_attention, fullgraph=True, mode=mode)
+        self.score = _score_function(workload, tensors)
+        self.mask = _block_mask(workload, tensors.q.device)
+
+
+class _FlexPrepared(torchcalls.TorchPrepared):
+    def __init__(self, workload: Workload, tensors: Tensors, graph: _Graph) -> None:
+        self._graph = graph
         self._gqa = workload.heads_q != workload.heads_kv
-        self._score = _score_function(workload, tensors)
-        self._mask = _block_mask(workload, tensors.q.device)
         super().__init__(workload, tensors, self._call)
 
     def _call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group
     ) -> tuple[torch.Tensor, None]:
         del group
-        out = self._compiled(
+        out = self._graph.compiled(
             q,
             k,
             v,
-            score_mod=self._score,
-            block_mask=self._mask,
+            score_mod=self._graph.score,
+            block_mask=self._graph.mask,
             scale=self._workload.scale_value,
             enable_gqa=self._gqa,
         )

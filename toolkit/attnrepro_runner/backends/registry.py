@@ -48,20 +48,20 @@ def load(name: str, adapter: str | None = None) -> Backend:
 
     Args:
         name: as the manifest spells it.
-        adapter: module that the subject's own image carries; its `BACKEND` is used instead of a
-            built-in adapter, and must bear the name.
+        adapter: module that the subject's own image carries. Its `BACKEND` adds the one name that
+            it bears; a built-in name always means the built-in adapter.
 
     Raises:
         Unsupported: no such backend, or the module is not a whole adapter.
 
     """
-    if adapter is None:
-        if name not in BACKENDS:
-            message = f"no backend {name!r}; this runner knows {', '.join(sorted(BACKENDS))}"
-            raise Unsupported(message)
+    if name in BACKENDS:
         module_name, class_name = BACKENDS[name]
         module = importlib.import_module(f"{_PACKAGE}.{module_name}")
         return cast("Backend", getattr(module, class_name)())
+    if adapter is None:
+        message = f"no backend {name!r}; this runner knows {', '.join(sorted(BACKENDS))}"
+        raise Unsupported(message)
     try:
         backend = getattr(importlib.import_module(adapter), "BACKEND", None)
     except ImportError as error:

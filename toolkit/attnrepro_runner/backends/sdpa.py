@@ -259,6 +259,22 @@ class SdpaFlash(SdpaBackend):
             must_not=(r"_scaled_dot_product_(attention_math|efficient|cudnn)", r"^aten::_softmax$"),
         )
 
+    def second_entry(
+        self, workload: Workload, options: Mapping[str, object], tensors: Tensors
+    ) -> tuple[str, Prepared | None]:
+        """Return the name and the binding of an entry that returns the LSE, or why there is none.
+
+        On a GPU the operator called by name means another mask (is_causal is bottom_right). On a
+        CPU its float32 LSE is a byproduct in bfloat16 and float16, off by up to 112 ulps, since
+        exponentials are taken to the accuracy that the output needs.
+        """
+        del options
+        if tensors.q.device.type != "cpu":
+            return "on a GPU the operator called by name means another mask", None
+        if workload.dtype != "float32":
+            return f"{FlashEntry.label} rounds its LSE as {workload.dtype} needs it", None
+        return FlashEntry.label, FlashEntry(workload, tensors)
+
 
 class SdpaEfficient(SdpaBackend):
     """The memory-efficient kernels; GPU only."""

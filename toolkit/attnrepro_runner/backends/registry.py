@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, cast
 
 from attnrepro_runner.backends.base import Unsupported
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from attnrepro_runner.backends.base import Backend
 
 _PACKAGE = "attnrepro_runner.backends"
+
+ADAPTER_FOLDER = "/opt/attnrepro"
+"""Where an image of the user's own holds its adapter, and nothing else."""
 
 BACKENDS = {
     "eager": ("eager", "EagerBackend"),
@@ -62,6 +66,8 @@ def load(name: str, adapter: str | None = None) -> Backend:
     if adapter is None:
         message = f"no backend {name!r}; this runner knows {', '.join(sorted(BACKENDS))}"
         raise Unsupported(message)
+    if ADAPTER_FOLDER not in sys.path:
+        sys.path.insert(0, ADAPTER_FOLDER)
     try:
         backend = getattr(importlib.import_module(adapter), "BACKEND", None)
     except ImportError as error:

@@ -98,7 +98,7 @@ def owners(engine: str) -> list[str]:
     """Process ids that answer for containers which are there."""
     tool = shutil.which(engine)
     assert tool is not None
-    template = '{{.Label "%s"}}' % OWNER_LABEL if engine == "docker" else "{{.Labels}}"
+    template = f'{{{{.Label "{OWNER_LABEL}"}}}}' if engine == "docker" else "{{.Labels}}"
     found = subprocess.run(
         [tool, "ps", "-a", "--filter", f"label={OWNER_LABEL}", "--format", template],
         capture_output=True,

@@ -124,6 +124,8 @@ def words(constraint: Any) -> str:
     if isinstance(constraint, dict):
         low, high = constraint.get("min", 0), constraint.get("max")
         step = constraint.get("multiple_of", 1)
+        if low == high:
+            return str(low)
         text = f"{low} to {high}" if high is not None else f"from {low}"
         return text if step == 1 else f"{text}, multiples of {step}"
     if isinstance(constraint, list):

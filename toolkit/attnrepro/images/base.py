@@ -13,7 +13,7 @@ import shutil
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import BuildFailed, Unavailable
-from attnrepro.images import oci, registry, tree
+from attnrepro.images import graft, oci, registry, tree
 from attnrepro.images.process import output, run
 from attnrepro.images.sources import source_url
 from attnrepro.images.spec import BaseKind
@@ -42,12 +42,23 @@ def prepare(store: Store, stack: Stack, *, offline: bool, progress: Progress) ->
     """
     key = stack.base_digest
     known = store.base_layer(key)
-    if known is not None and store.intact(known):
-        return known
+    if known is not None and store.intact(known[0]):
+        return known[0]
+    made_by = None
     with store.workspace("base") as folder:
         root = folder / "root.tar"
         if stack.base_kind is BaseKind.DEBIAN:
+            made_by = bootstrap_version()
             _bootstrap(store, stack, folder, root, progress)
+            if stack.graft is not None:
+                root = graft.add(
+                    stack.graft,
+                    root,
+                    store=store,
+                    folder=folder,
+                    offline=offline,
+                    progress=progress,
+                )
         else:
             image = stack.base_image
             registry.pull(
@@ -64,8 +75,20 @@ def prepare(store: Store, stack: Stack, *, offline: bool, progress: Progress) ->
         with root.open("rb") as source, written.open("wb") as file:
             layer, _ = oci.write_layer("base", entries, source, file, epoch=stack.epoch)
         store.adopt(written, layer.digest)
-    store.save_base(key, layer.digest)
+    store.save_base(key, layer.digest, made_by)
     return layer.digest
+
+
+def check(store: Store, stack: Stack, *, offline: bool) -> None:
+    """Raise BuildFailed if the registry image that a base needs is nowhere to be had.
+
+    Asked before anything else is fetched: gigabytes of wheels are of no use without it.
+    """
+    image = stack.base_image if stack.base_kind is BaseKind.REGISTRY else None
+    image = stack.graft.image if stack.graft is not None else image
+    if image is None or offline or store.base_layer(stack.base_digest) or store.has(image.digest):
+        return
+    registry.check_reachable(image, source_url("registries", image.registry))
 
 
 def bootstrap_version() -> str:
@@ -111,7 +134,6 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def _bootstrap(store: Store, stack: Stack, folder: Path, root: Path, progress: Progress) -> None:
     progress(f"making the Debian root file system from {len(stack.debs)} packages")
-    bootstrap_version()
     repository = folder / "repository"
     repository.mkdir()
     write_repository(stack.debs, store, repository)

@@ -108,4 +108,4 @@ def _locked(parse: Callable[[bytes], Iterable[Deb | Wheel]], data: bytes) -> set
 
 def _base_layers(store: Store, bases: Iterable[Path]) -> list[str]:
     found = (store.base_layer(path.stem) for path in bases)
-    return [digest for digest in found if digest is not None]
+    return [entry[0] for entry in found if entry is not None]

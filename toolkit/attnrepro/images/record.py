@@ -6,13 +6,14 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from attnrepro.errors import InvalidDocument, Problem
-from attnrepro.images import base, oci, sbom
+from attnrepro.images import oci, sbom
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from attnrepro.images.builders import Builder
     from attnrepro.images.extend import Extension
+    from attnrepro.images.sources import BaseImage
     from attnrepro.images.spec import Stack
     from attnrepro.images.store import ImageRecord, Store
     from attnrepro.jsonio import JsonObject
@@ -49,6 +50,7 @@ def save(
     """
     document = stack.document
     digest = image.manifest_digest
+    made = store.base_layer(stack.base_digest)
     for data in (image.manifest, image.config, listing):
         store.add_bytes(data)
     record: JsonObject = {
@@ -67,7 +69,7 @@ def save(
         "builder": {
             "name": builder.name,
             "version": builder.version,
-            "bootstrap": base.bootstrap_version() if stack.debs else None,
+            "bootstrap": made[1] if made is not None else None,
             "writer": oci.WRITER,
         },
         "times": {step: times.get(step, 0) for step in STEPS},
@@ -98,10 +100,13 @@ def _base_document(stack: Stack) -> JsonObject:
             "suite": settings["suite"],
             "packages": len(stack.debs),
             "lock_sha256": "sha256:" + hashlib.sha256(lock).hexdigest(),
+            **(_image_document(stack.graft.image) if stack.graft is not None else {}),
         }
-    image = stack.base_image
+    return {"kind": "registry", **_image_document(stack.base_image)}
+
+
+def _image_document(image: BaseImage) -> JsonObject:
     return {
-        "kind": "registry",
         "reference": f"{image.registry}/{image.repository}:{image.tag}",
         "digest": image.digest,
     }
@@ -109,8 +114,10 @@ def _base_document(stack: Stack) -> JsonObject:
 
 def _sbom(stack: Stack, extension: Extension | None) -> bytes:
     reference = None
+    image = stack.graft.image if stack.graft is not None else None
     if not stack.debs:
         image = stack.base_image
+    if image is not None:
         reference = (f"{image.registry}/{image.repository}", image.digest)
     source = None
     if extension is not None:
@@ -124,6 +131,7 @@ def _sbom(stack: Stack, extension: Extension | None) -> bytes:
         wheels=stack.wheels,
         base=reference,
         source=source,
+        trees=[(tree.source, tree.commit) for tree in stack.trees],
     )
 
 

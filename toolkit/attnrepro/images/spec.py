@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Final, cast
 
 from attnrepro.errors import InvalidDocument, Problem, UsageError
 from attnrepro.images.dockerfile import lint
+from attnrepro.images.gitsource import GitSource
+from attnrepro.images.graft import Graft
 from attnrepro.images.locks import Deb, Wheel, parse_debs, parse_wheels
 from attnrepro.images.oci import WRITER
-from attnrepro.images.sources import BaseImage, base_image
+from attnrepro.images.sources import PIN_FIELDS, BaseImage, base_image
 from attnrepro.jsonio import JsonObject, canonical, loads
 from attnrepro.resources import images_dir
 
@@ -106,8 +108,24 @@ class Stack:
     @cached_property
     def base_image(self) -> BaseImage:
         """The registry base, by digest. Raises InvalidDocument."""
+        return self._pin(self.document["base"]["image"])
+
+    @cached_property
+    def graft(self) -> Graft | None:
+        """Folders that a Debian base takes over from a registry image. Raises InvalidDocument."""
+        graft = self.document["base"].get("graft")
+        if graft is None:
+            return None
+        return Graft(image=self._pin(graft["image"]), paths=tuple(graft["paths"]))
+
+    @property
+    def trees(self) -> list[GitSource]:
+        """Public source trees that the Dockerfile compiles."""
+        return [GitSource(**tree) for tree in self.document.get("trees", [])]
+
+    def _pin(self, key: str) -> BaseImage:
         pins = self.files.get("digests.json", self.files.get("parent/digests.json", b"{}"))
-        return base_image(pins, self.document["base"]["image"], what="digests.json")
+        return base_image(pins, key, what="digests.json")
 
     @cached_property
     def recipe_digest(self) -> str:
@@ -130,10 +148,11 @@ class Stack:
         """`sha256:` and hex over what decides the base's root tar, and nothing else."""
         base = dict(self.document["base"])
         base.pop("packages", None)
-        lock = self.files.get("debs.lock", b"") if self.base_kind is BaseKind.DEBIAN else b""
         if self.base_kind is BaseKind.REGISTRY:
             base["digest"] = self.base_image.digest
-        debs = sorted(deb.line() for deb in parse_debs(lock)) if lock else []
+        elif self.graft is not None:
+            base["digest"] = self.graft.image.digest
+        debs = sorted(deb.line() for deb in self.debs)
         data = canonical({"writer": WRITER, "base": base, "debs": debs, "epoch": self.epoch})
         return "sha256:" + hashlib.sha256(data).hexdigest()
 
@@ -203,7 +222,9 @@ def _check_files(files: Mapping[str, bytes], document: JsonObject) -> list[Probl
     needed = {document[key] for key in ("claims", "adapter") if key in document}
     if "extends" not in document:
         needed |= {"Dockerfile", "requirements.lock"}
-        needed.add("debs.lock" if document["base"]["kind"] == "debian" else "digests.json")
+        base = document["base"]
+        needed |= {"debs.lock"} if base["kind"] == "debian" else {"digests.json"}
+        needed |= {"digests.json"} if "graft" in base else set()
     problems = [
         Problem(
             pointer=f"/{name}",
@@ -231,7 +252,7 @@ def _check_files(files: Mapping[str, bytes], document: JsonObject) -> list[Probl
 def _parse_rest(stack: Stack) -> None:
     """Parse locks and pins now, so that a bad one is found before anything is fetched."""
     _ = stack.wheels
-    _ = stack.base_image if stack.base_kind is BaseKind.REGISTRY else stack.debs
+    _ = stack.base_image if stack.base_kind is BaseKind.REGISTRY else (stack.debs, stack.graft)
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -258,12 +279,23 @@ def load(folder: Path) -> Stack:
     files = read_folder(folder)
     document = loads(files["image.json"], what=str(folder / "image.json"))
     base = document.get("base") if isinstance(document, dict) else None
-    if isinstance(base, dict) and base.get("kind") == "registry" and "digests.json" not in files:
-        # The one pin that this stack uses travels with it, so that its recipe is whole.
+    key = _pinned_image(base)
+    if key is not None and "digests.json" not in files:
+        # The one pin that this stack uses travels with it, so that its recipe is whole; why it is
+        # believed may be told better later, and is no part of the recipe.
         shared = loads((images_dir() / "digests.json").read_bytes(), what="images/digests.json")
-        pins = {base["image"]: shared[base["image"]]} if base.get("image") in shared else {}
-        files["digests.json"] = canonical(pins)
+        pin = {name: shared[key][name] for name in PIN_FIELDS} if key in shared else None
+        files["digests.json"] = canonical({key: pin} if pin is not None else {})
     return from_files(files, folder=folder)
+
+
+def _pinned_image(base: object) -> str | None:
+    """Key in digests.json of the registry image that a base is, or takes folders from."""
+    if not isinstance(base, dict):
+        return None
+    image = base.get("image") if base.get("kind") == "registry" else base.get("graft")
+    key = image.get("image") if isinstance(image, dict) else image
+    return key if isinstance(key, str) else None
 
 
 def revisions(stack: str) -> list[str]:

@@ -364,22 +364,22 @@ class Store:
 
     # Bases ------------------------------------------------------------------------------------
 
-    def base_layer(self, key: str) -> str | None:
-        """Digest of the root tar that a base's recipe gave, if it is still there."""
+    def base_layer(self, key: str) -> tuple[str, str | None] | None:
+        """Digest of the root tar that a base's recipe gave, and what made it, if still there."""
         path = self.root / "bases" / f"{self.blob(key).name}.json"
         try:
             entry = loads(path.read_bytes(), what=str(path))
         except (OSError, InvalidDocument):
             return None
         digest = cast("str", entry["digest"])
-        return digest if self.has(digest, entry["size"]) else None
+        return (digest, entry["made_by"]) if self.has(digest, entry["size"]) else None
 
-    def save_base(self, key: str, digest: str) -> None:
-        """Remember which root tar a base's recipe gave."""
+    def save_base(self, key: str, digest: str, made_by: str | None) -> None:
+        """Remember which root tar a base's recipe gave, and what made it."""
         path = self.root / "bases" / f"{self.blob(key).name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        entry = {"digest": digest, "size": self.blob(digest).stat().st_size}
-        atomic_write(path, canonical(entry))
+        size = self.blob(digest).stat().st_size
+        atomic_write(path, canonical({"digest": digest, "size": size, "made_by": made_by}))
 
 
 def _alive(pid: str) -> bool:

@@ -122,7 +122,7 @@ def read(source: Path, *, drop: Sequence[str] = (), fixed: bool = True) -> list[
     Args:
         source: An uncompressed tar.
         drop: Further patterns (`*` crosses slashes) of paths to leave out.
-        fixed: Add the mount points and files that every root has.
+        fixed: Add the mount points and files that every root has, and folders left out.
 
     Raises:
         BuildFailed: no tar, or it holds what no image of ours may hold.
@@ -149,6 +149,9 @@ def read(source: Path, *, drop: Sequence[str] = (), fixed: bool = True) -> list[
         found[path] = replace(original, path=path)
     if fixed:
         found |= _FIXED
+        for path in list(found):
+            while (path := path.rpartition("/")[0]) and path not in found:
+                found[path] = Entry(path=path, kind=Kind.FOLDER, mode=0o755)
     return sorted(found.values(), key=lambda entry: path_order(entry.path))
 
 

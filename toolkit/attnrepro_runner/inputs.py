@@ -180,6 +180,26 @@ def digests(tensors: Tensors) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in named if tensor is not None}
 
 
+def unchanging_digests(workload: Workload, tensors: Tensors) -> dict[str, str]:
+    """Digest what no call may change: all inputs, a cache without the places of the append."""
+    found = digests(tensors)
+    cache = workload.cache
+    if cache is None or not cache.append:
+        return found
+    for name in ("k", "v"):
+        stored = getattr(tensors, name).clone()
+        for b in range(workload.batch):
+            keys = range(workload.seqlens_k[b] - cache.append, workload.seqlens_k[b])
+            if cache.page_size is None:
+                guards.poison(stored[b, keys.start : keys.stop])
+            else:
+                pages, slots = views.page_slots(workload, b, keys)
+                where = (pages.to(stored.device), slots.to(stored.device))
+                guards.as_integers(stored)[where] = guards.poison_bits(stored.dtype)
+        found[name] = digest(stored)
+    return found
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's logical elements, row-major, little-endian."""
     whole = hashlib.sha256()

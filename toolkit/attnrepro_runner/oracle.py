@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnrepro_runner import guards, inputs, reference, views
+from attnrepro_runner import inputs, reference, views
 from attnrepro_runner.blockrule import Expected, Rule, Tally
 from attnrepro_runner.philox import permutation
 
@@ -155,7 +155,7 @@ class Oracle:
         self.blocks = None if select is None or workload.has_backward else select.blocks
         self._kept: dict[tuple[int, tuple[int, ...]], _GroupReference] = {}
         self._kept_bytes = 0
-        self._digests = _input_digests(workload, tensors)
+        self._digests = inputs.unchanging_digests(workload, tensors)
 
     def check(
         self, outputs: Outputs, *, empty_row_lse: float, poison: str = "best_effort"
@@ -171,7 +171,7 @@ class Oracle:
         start = time.perf_counter_ns()
         tallies = self._tallies(outputs)
         intact = inputs.guards_intact(self.tensors)
-        intact &= _input_digests(self.workload, self.tensors) == self._digests
+        intact &= inputs.unchanging_digests(self.workload, self.tensors) == self._digests
         for b, heads in self.groups:
             group = self._reference(b, heads)
             for name, expected in group.expected.items():
@@ -374,26 +374,6 @@ def _demand_nan(found: torch.Tensor, expected: Expected) -> torch.Tensor:
     """Under masked_rows nan: NaN of an empty row is right (0 here), all else is wrong."""
     empty = expected.exact[None, :, None]
     return torch.where(empty, torch.where(found.isnan(), 0.0, torch.inf), found.to(torch.float64))
-
-
-def _input_digests(workload: Workload, tensors: Tensors) -> dict[str, str]:
-    """Digests of the inputs; a cache without the places that an append may write."""
-    found = inputs.digests(tensors)
-    cache = workload.cache
-    if cache is None or not cache.append:
-        return found
-    for name in ("k", "v"):
-        stored = getattr(tensors, name).clone()
-        for b in range(workload.batch):
-            keys = range(workload.seqlens_k[b] - cache.append, workload.seqlens_k[b])
-            if cache.page_size is None:
-                guards.poison(stored[b, keys.start : keys.stop])
-            else:
-                pages, slots = views.page_slots(workload, b, keys)
-                where = (pages.to(stored.device), slots.to(stored.device))
-                guards.as_integers(stored)[where] = guards.poison_bits(stored.dtype)
-        found[name] = inputs.digest(stored)
-    return found
 
 
 def _spread(count: int, wanted: int, seed: int) -> tuple[int, ...]:

@@ -195,7 +195,6 @@ class FakeGpu:
             sm_clock_mhz=1980,
             memory_clock_mhz=None,
             power_mw=700_000,
-            energy_mj=5,
             temperature_c=60,
             memory_temperature_c=None,
             utilization_percent=100,
@@ -207,6 +206,9 @@ class FakeGpu:
     def other_processes(self) -> int | None:
         self.counted += 1
         return self.counted
+
+    def energy_mj(self) -> int | None:
+        return 5 * self.counted
 
     def identity(self, key: bytes) -> str | None:
         raise AssertionError
@@ -223,6 +225,8 @@ def test_a_gpus_state_is_columns() -> None:
     assert rows[0]["memory_clock_mhz"] is None
     assert rows[0]["throttle"] == "software_power_cap software_thermal"
     assert [rows[n]["other_processes"] for n in (0, 24, 25)] == [1, 1, 2]
+    # The counter's reading is slow, so that it is there once a second.
+    assert [rows[n]["energy_mj"] for n in (0, 1, 24, 25)] == [5, None, None, 10]
 
 
 def test_the_preflight_executes_a_file(tmp_path: Path) -> None:

@@ -136,13 +136,11 @@ class AmdsmiDevice:
         read = self._reader()
         now = time.monotonic_ns()
         throttle, raw = self._throttle(read)
-        energy = read("energy", lambda: self._get("amdsmi_get_energy_count"))
         return AcceleratorSample(
             time_ns=now,
             sm_clock_mhz=read.integer("sm_clock", lambda: self._clock("GFX")["clk"]),
             memory_clock_mhz=read.integer("mem_clock", lambda: self._clock("MEM")["clk"]),
             power_mw=self._power(read),
-            energy_mj=_millijoules(energy),
             temperature_c=read.integer("temperature", lambda: self._temperature("HOTSPOT")),
             memory_temperature_c=read.integer("mem_temperature", lambda: self._temperature("VRAM")),
             utilization_percent=read.integer(
@@ -156,6 +154,10 @@ class AmdsmiDevice:
             throttle=throttle,
             throttle_raw=raw,
         )
+
+    def energy_mj(self) -> int | None:
+        """Read the energy counter."""
+        return _millijoules(self._reader()("energy", lambda: self._get("amdsmi_get_energy_count")))
 
     def other_processes(self) -> int | None:
         """Count processes on the device that are not of this process tree."""

@@ -72,9 +72,14 @@ class AcceleratorSource:
         self._others: int | None = None
 
     def read(self) -> Sequence[Value]:
-        """Return the sample's fields; throttle reasons joined by a space."""
+        """Return the sample's fields; throttle reasons joined by a space.
+
+        The energy counter is null but once a second: reading it costs milliseconds.
+        """
+        energy = None
         if self._reads % self._COUNT_EVERY == 0:
             self._others = self._device.other_processes()
+            energy = self._device.energy_mj()
         self._reads += 1
         sample = self._device.sample()
         throttle = None if sample.throttle is None else " ".join(sample.throttle)
@@ -82,7 +87,7 @@ class AcceleratorSource:
             sample.sm_clock_mhz,
             sample.memory_clock_mhz,
             sample.power_mw,
-            sample.energy_mj,
+            energy,
             sample.temperature_c,
             sample.memory_temperature_c,
             sample.utilization_percent,

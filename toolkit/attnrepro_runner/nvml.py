@@ -152,7 +152,6 @@ class NvmlDevice:
             sm_clock_mhz=clock,
             memory_clock_mhz=read.integer("mem_clock", self._get("nvmlDeviceGetClockInfo", _MEM)),
             power_mw=read.integer("power", self._get("nvmlDeviceGetPowerUsage")),
-            energy_mj=read.integer("energy", self._get("nvmlDeviceGetTotalEnergyConsumption")),
             temperature_c=read.integer(
                 "temperature", self._get("nvmlDeviceGetTemperature", _TEMPERATURE_GPU)
             ),
@@ -162,6 +161,10 @@ class NvmlDevice:
             throttle=None if bits is None else throttle_names(bits),
             throttle_raw=bits,
         )
+
+    def energy_mj(self) -> int | None:
+        """Read the energy counter."""
+        return self._reader().integer("energy", self._get("nvmlDeviceGetTotalEnergyConsumption"))
 
     def other_processes(self) -> int | None:
         """Count processes on the device that are not of this process tree."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import BuildFailed, ImageDiffers
-from attnrepro.images import base, builders, extend, fetch, record, spec, tree
+from attnrepro.images import base, builders, extend, fetch, gitsource, record, spec, tree
 from attnrepro.images.compose import Composed, compose
 from attnrepro.images.disk import disk_errors
 from attnrepro.images.store import ImageRecord, Store
@@ -57,6 +57,8 @@ class _Job:
     options: _Options
     progress: Progress
     extension: Extension | None = None
+    trees: Mapping[str, str] = field(default_factory=dict)
+    """Tars of public source trees: name in the build's context to digest."""
     times: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -197,6 +199,8 @@ def _build(job: _Job) -> ImageRecord:
         return _refresh(job, known)
     with store.lock(f"build-{stack.recipe_digest[7:23]}"):
         _announce(job)
+        if job.extension is None:
+            base.check(store, stack, offline=options.offline)
         job, modified = _fetch_all(job)
         stack = job.stack
         builder = builders.choose(options.engine)
@@ -284,6 +288,9 @@ def _fetch_all(job: _Job) -> tuple[_Job, list[str]]:
         offline=options.offline,
         progress=job.progress,
     )
+    job.trees = gitsource.fetch(
+        store, job.stack.trees, offline=options.offline, progress=job.progress
+    )
     job.timed("fetch_ms", started)
     return job, modified
 
@@ -344,6 +351,8 @@ def _one_image(job: _Job, builder: Builder, base_digest: str | None, *, cached: 
                 (context / path).write_bytes(data)
         for wheel in job.wheels:
             base.link_or_copy(store.blob(wheel.sha256), wheels / wheel.file)
+        for file, digest in job.trees.items():
+            base.link_or_copy(store.blob(digest), wheels / file)
         root = folder / "root.tar"
         started = time.monotonic()
         builder.build(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from attnrepro.errors import BuildFailed, Unavailable
 from attnrepro.files import sha256_file
 from attnrepro.images.process import output, run, stream
+from attnrepro.images.simpleindex import find
 from attnrepro.images.sources import reachable, source_url
 
 if TYPE_CHECKING:
@@ -69,6 +71,13 @@ def _adopt(store: Store, path: Path, item: Wheel | Deb) -> bool:
     return True
 
 
+def _adopt_copy(store: Store, path: Path, folder: Path, item: Wheel) -> bool:
+    """Like `_adopt`, of a file that may be the user's own and stays where it is."""
+    copy = folder / "copy"
+    shutil.copyfile(path, copy)
+    return _adopt(store, copy, item)
+
+
 # Wheels ---------------------------------------------------------------------------------------
 
 
@@ -107,8 +116,15 @@ def wheels(
     progress(f"fetching {len(wanted)} wheels, {total / 1e6:.0f} MB")
     reasons: dict[str, str] = {}
     with store.workspace("wheels") as folder:
-        left = _download(store, folder, wanted, python, [], reasons, progress)
-        if left and len(wanted) > 1:
+        for item in [item for item in wanted if item.file.endswith(".tar.gz")]:
+            # pip would run the sdist's own code on this machine to learn its name.
+            key = sources.get(item.name, "pypi")
+            path = find(item.name, item.file, folder, source=key, progress=progress)
+            if path is None or not _adopt_copy(store, path, folder, item):
+                reasons[item.file] = "no index has it" if path is None else "it hashes otherwise"
+        wheels_only = [item for item in wanted if item.file.endswith(".whl")]
+        left = _download(store, folder, wheels_only, python, [], reasons, progress)
+        if left and len(wheels_only) > 1:
             # One unknown file fails the whole call: ask for each alone.
             for item in left:
                 _download(store, folder, [item], python, [], reasons, progress)
@@ -154,12 +170,13 @@ def _download(
     progress: Progress,
 ) -> list[Wheel]:
     """One pip call; returns what it did not bring with the right hash."""
+    if not items:
+        return []
     lock = folder / "requirements.txt"
     lock.write_text("".join(item.line() + "\n" for item in items))
     arguments = ["download", "--require-hashes", "--no-deps", "--dest", str(folder / "files")]
     arguments += ["--requirement", str(lock), "--disable-pip-version-check", "--no-input"]
-    if all(item.file.endswith(".whl") for item in items):
-        arguments += platform_options(python)
+    arguments += platform_options(python)
     # A constraint of the host's would have to carry hashes, and the lock pins everything anyway.
     env = {**os.environ, "PIP_CONSTRAINT": ""}
     command = [sys.executable, "-m", "pip", *arguments, *index, "--progress-bar", "off"]

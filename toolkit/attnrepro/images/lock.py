@@ -18,6 +18,7 @@ from attnrepro.files import atomic_write, sha256_file
 from attnrepro.images.fetch import apt_mirrors, fetch_index, platform_options
 from attnrepro.images.locks import Deb, Wheel, render
 from attnrepro.images.process import output, run
+from attnrepro.images.simpleindex import digest
 from attnrepro.images.sources import source_url
 from attnrepro.images.store import Store
 from attnrepro.jsonio import loads
@@ -142,11 +143,20 @@ def resolve_wheels(
     return wheels
 
 
+def _resolve_sdist(folder: Path, pin: str, sources: Mapping[str, str]) -> Wheel:
+    """A source distribution, which is named as PEP 625 says."""
+    name, _, version = pin.partition("==")
+    file = f"{name.replace('-', '_')}-{version}.tar.gz"
+    sha256, size = digest(name, file, folder, source=sources.get(name, "pypi"))
+    return Wheel(name=name, version=version, sha256=sha256, file=file, size=size)
+
+
 def write(folder: Path, *, mirrors: Sequence[str], progress: Progress) -> None:
     """Write both locks of the stack in a folder. Raises what the two resolvers raise."""
     document = loads((folder / "image.json").read_bytes(), what=str(folder / "image.json"))
     base, wheels = document["base"], document["wheels"]
-    with Store().workspace("lock") as work:
+    store = Store()
+    with store.workspace("lock") as work:
         if base["kind"] == "debian":
             (work / "apt").mkdir()
             mirror = apt_mirrors(base["source"], mirrors)[0]
@@ -166,6 +176,11 @@ def write(folder: Path, *, mirrors: Sequence[str], progress: Progress) -> None:
             sources=wheels.get("sources", {}),
             progress=progress,
         )
+        for wheel in found:
+            # A build that follows need not fetch them again.
+            store.adopt(work / "wheels" / wheel.file, "sha256:" + wheel.sha256)
+        sources = wheels.get("sources", {})
+        found += [_resolve_sdist(work, pin, sources) for pin in wheels.get("sdists", [])]
         atomic_write(folder / "requirements.lock", render(found, [f"Python {wheels['python']}"]))
 
 

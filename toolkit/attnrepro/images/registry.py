@@ -10,6 +10,7 @@ import hashlib
 import re
 import shutil
 import tarfile
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -118,6 +119,37 @@ def pull(
     flatten(paths, root)
 
 
+def resolve(repository: str, tag: str, *, url: str) -> str:
+    """Digest that a tag has now, from the manifest's own bytes.
+
+    Raises BuildFailed if the registry cannot be asked.
+    """
+    started = time.monotonic()
+    why = reachable(url)
+    if why is None:
+        try:
+            with _Registry(url, repository).open(f"manifests/{tag}", _ACCEPT) as answer:
+                return "sha256:" + hashlib.sha256(answer.read(_MAX_MANIFEST)).hexdigest()
+        except (OSError, urllib.error.URLError) as error:
+            why = str(error)
+    message = (
+        f"no answer for {repository}:{tag}: {why}; tried for {time.monotonic() - started:.1f} s"
+    )
+    raise BuildFailed(message, hint="resolve it where the registry is reachable")
+
+
+def check_reachable(image: BaseImage, url: str) -> None:
+    """Raise BuildFailed, with the source's key and the time it cost, where no host answers."""
+    started = time.monotonic()
+    if why := reachable(url):
+        spent = time.monotonic() - started
+        message = (
+            f"the source {image.registry} of the base image {image.repository}:{image.tag} is not "
+            f"reachable ({why}; tried for {spent:.1f} s)"
+        )
+        raise BuildFailed(message, hint="build where it is, or a stack with a Debian base")
+
+
 def _manifest(
     client: _Registry, image: BaseImage, store: Store, offline: bool, url: str
 ) -> JsonObject:
@@ -127,9 +159,7 @@ def _manifest(
             if offline:
                 message = f"the store lacks the base image {digest}, and --offline fetches none"
                 raise BuildFailed(message, hint="build once without --offline")
-            if why := reachable(url):
-                message = f"the registry {image.registry} is not reachable ({why})"
-                raise BuildFailed(message, hint="build where it is, or a stack with a Debian base")
+            check_reachable(image, url)
             with client.open(f"manifests/{digest}", _ACCEPT) as answer:
                 data = answer.read(_MAX_MANIFEST)
             if "sha256:" + hashlib.sha256(data).hexdigest() != digest:

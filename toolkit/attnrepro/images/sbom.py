@@ -32,6 +32,7 @@ def render(
     wheels: Sequence[Wheel],
     base: tuple[str, str] | None = None,
     source: tuple[str, str] | None = None,
+    trees: Sequence[tuple[str, str]] = (),
     vendor: str = "debian",
 ) -> bytes:
     """SPDX 2.3 JSON of one image.
@@ -45,6 +46,7 @@ def render(
         wheels: Every Python distribution of the image.
         base: Reference and digest of a registry base, whose own packages are not listed.
         source: File name and SHA-256 of a kernel of the user's own.
+        trees: Name and commit of each public source tree that was compiled.
         vendor: Whose packages the debs are, as os-release's ID has it.
     """
     from spdx_tools.spdx.model.actor import Actor, ActorType
@@ -95,6 +97,9 @@ def render(
         packages.append(
             _package("SPDXRef-kernel", file, sha256[:16], "source", file=file, sha256=sha256)
         )
+    packages += [
+        _package(f"SPDXRef-tree-{_id(tree)}", tree, commit, "source") for tree, commit in trees
+    ]
     document = Document(
         creation_info=CreationInfo(
             spdx_version="SPDX-2.3",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PROBE_SECONDS: Final = 3.0
+PIN_FIELDS: Final = ("registry", "repository", "tag", "digest")
+"""What a pin in digests.json says about the image; its other fields say why it is believed."""
 
 _DIGEST: Final = re.compile(r"sha256:([0-9a-f]{64})")
 
@@ -78,12 +80,12 @@ def base_image(digests: bytes, key: str, *, what: str) -> BaseImage:
     pins: Mapping[str, Mapping[str, str]] = loads(digests, what=what)
     pin = pins.get(key)
     pointer = f"/{key}"
-    if pin is None or not {"registry", "repository", "tag", "digest"} <= pin.keys():
+    if pin is None or not set(PIN_FIELDS) <= pin.keys():
         problems = [
             Problem(
                 pointer=pointer,
                 found="no such pin" if pin is None else ", ".join(sorted(pin)),
-                allowed="registry, repository, tag, digest",
+                allowed=", ".join(PIN_FIELDS),
                 fix=f"pin the image in {what}",
             )
         ]

@@ -10,7 +10,7 @@ from host_fakes import DEVICE, FakeEngine
 
 from attnrepro import placement
 from attnrepro.cli import choices, main
-from attnrepro.errors import UsageError
+from attnrepro.errors import Unavailable, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,18 @@ def test_rerun_with_other_bits_is_5(use, capsys: pytest.CaptureFixture[str]) -> 
 def test_python_is_for_the_bare_host() -> None:
     with pytest.raises(UsageError, match="--python is for --engine host"):
         choices.engine("podman", Path("/usr/bin/python3"))
-    assert choices.engine("host", Path("/usr/bin/python3")).name == "host"
+
+
+def test_bare_host_needs_torch(tmp_path: Path) -> None:
+    shim = tmp_path / "python"
+    shim.write_text("#!/bin/sh\nexit 1\n")
+    shim.chmod(0o755)
+    with pytest.raises(Unavailable, match="has no torch"):
+        choices.engine("host", shim)
+    with pytest.raises(UsageError, match="cannot run the interpreter"):
+        choices.engine("host", tmp_path / "missing")
+    shim.write_text("#!/bin/sh\nexit 0\n")
+    assert choices.engine("host", shim).name == "host"
 
 
 def test_passphrase_needs_a_terminal() -> None:

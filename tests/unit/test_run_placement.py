@@ -11,7 +11,8 @@ from attnrepro.placement import check_architecture, list_form, place, spread
 
 
 def asked(**device: Any) -> dict[str, Any]:
-    wanted = {"vendor": "cpu", "threads": 1, "count": 1, "architectures": []} | device
+    usual: dict[str, Any] = {"vendor": "cpu", "threads": 1, "count": 1, "architectures": []}
+    wanted = usual | {"clocks": {"policy": "observe", "sm_mhz": None}} | device
     return {"device": wanted, "limits": {"memory_bytes": 1 << 30}}
 
 
@@ -63,3 +64,15 @@ def test_gpu_of_another_architecture_is_refused() -> None:
         check_architecture(["sm_90"], {"architecture": "sm_80"})
     with pytest.raises(Unavailable, match="no driver"):
         check_architecture(["sm_90"], {"reason": "no driver"})
+
+
+@pytest.mark.parametrize("policy", ["require", "lock"])
+def test_clocks_that_are_not_set_are_refused(policy: str) -> None:
+    clocks = {"policy": policy, "sm_mhz": 1200}
+    with pytest.raises(Unavailable, match="only observed"):
+        place(asked(vendor="nvidia", clocks=clocks), FakeEngine(), device=None)
+
+
+def test_several_devices_are_refused() -> None:
+    with pytest.raises(Unavailable, match="asks for 2 devices"):
+        place(asked(vendor="nvidia", count=2), FakeEngine(), device=None)

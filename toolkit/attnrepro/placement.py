@@ -39,6 +39,7 @@ def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) ->
     Raises Unavailable where this machine lacks it.
     """
     wanted, memory = manifest["device"], manifest["limits"]["memory_bytes"]
+    _check_ability(wanted)
     check_architecture(wanted["architectures"], here(wanted["vendor"], wanted["threads"]))
     if wanted["vendor"] == "cpu":
         threads = wanted["threads"]
@@ -60,6 +61,17 @@ def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) ->
         raise Unavailable(message, hint="use docker or podman")
     access = gpu.resolve(choice, gpuhost.read(), engine.doors())
     return Placement(device_id=access.device_id, cpuset=None, memory_bytes=memory, gpu=access)
+
+
+def _check_ability(wanted: Mapping[str, Any]) -> None:
+    """Refuse what a run here does not do, rather than do something else. Raises Unavailable."""
+    policy = wanted["clocks"]["policy"]
+    if policy != "observe":
+        message = f"the manifest wants its clocks by the policy {policy}; clocks are only observed"
+        raise Unavailable(message, hint='set device.clocks.policy to "observe"')
+    if wanted["count"] != 1:
+        message = f"the manifest asks for {wanted['count']} devices; a run takes one"
+        raise Unavailable(message, hint="set device.count to 1")
 
 
 def here(vendor: str, threads: int | None) -> Mapping[str, object]:

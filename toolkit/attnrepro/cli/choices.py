@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnrepro.errors import UsageError
+from attnrepro.errors import Unavailable, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from attnrepro.engines.base import Engine
 
 
@@ -18,12 +17,29 @@ def engine(name: str | None, python: Path | None) -> Engine:
     from attnrepro.engines import select
     from attnrepro.engines.host import HostEngine
 
-    if python is None:
-        return select.choose(name)
-    if name != "host":
+    if name == "host":
+        interpreter = python.absolute() if python else Path(sys.executable)
+        check_framework(interpreter)
+        return HostEngine(interpreter)
+    if python is not None:
         message = "--python is for --engine host: an image brings its own interpreter"
         raise UsageError(message, hint="leave it out, or add --engine host")
-    return HostEngine(python.absolute())
+    return select.choose(name)
+
+
+def check_framework(python: Path) -> None:
+    """Refuse an interpreter of the bare host that has no torch. Raises Unavailable."""
+    import subprocess
+
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    try:
+        lacks = subprocess.run([python, "-I", "-c", code], check=False, timeout=60).returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"cannot run the interpreter {python}: {error}"
+        raise UsageError(message, hint="--python names one that has torch") from None
+    if lacks:
+        message = f"{python} has no torch, which --engine host runs with"
+        raise Unavailable(message, hint="pip install 'attnrepro[runner]', or name it by --python")
 
 
 def passphrase() -> str:

@@ -616,3 +616,18 @@ def test_a_signal_ends_the_workers_and_leaves_finished_tasks(tmp_path: Path) -> 
     assert b"interrupted by SIGTERM" in error
     assert [p.name for p in (tmp_path / "out/tasks").iterdir()] == ["memory.json"]
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_the_coordinator_needs_the_standard_library_alone() -> None:
+    code = (
+        "import sys, attnrepro_runner.coordinator, attnrepro_runner.nvml, attnrepro_runner.preflight;"
+        "print([m for m in ('torch', 'numpy', 'attnrepro') if m in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(TOOLKIT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == "[]\n"

@@ -131,8 +131,12 @@ class Coordinator:
         entries: list[dict[str, Any]] = []
         with Recorder(self._device.sources) as recorder:
             try:
-                stage = {"launch": self._launch, "cold": self._cold}.get(task.stage, self._alone)
-                stage(task, team, entries)
+                if task.stage == "launch":
+                    self._launch(task, team, entries, recorder)
+                elif task.stage == "cold":
+                    self._cold(task, team, entries)
+                else:
+                    self._alone(task, team, entries)
             finally:
                 team.end_all()
         self._flush |= team.flush
@@ -188,7 +192,9 @@ class Coordinator:
                 entries.append(_entry(cell["id"], subject, answer))
                 team.end(subject)
 
-    def _launch(self, task: Task, team: Team, entries: list[dict[str, Any]]) -> None:
+    def _launch(
+        self, task: Task, team: Team, entries: list[dict[str, Any]], recorder: Recorder
+    ) -> None:
         """Launch: all subjects alive, cells in seeded order, blocks interleaved."""
         subjects = self._measured_subjects(task)
         todo = {s: {c["id"] for c in self._cells(task, s, entries)} for s in subjects}
@@ -208,9 +214,15 @@ class Coordinator:
                     team, s, {**request, "launch": task.launch or 0}, "native"
                 ),
             )
+            began = elapsed_ns()
             launch.run()
+            slowed = recorder.slowed(began, elapsed_ns())
             for subject, measured in launch.measured.items():
                 entry = _entry(name, subject, measured.entry)
+                if slowed and entry["status"] == Status.PASS:
+                    entry["status"] = Status.THROTTLED.value
+                    entry["reason"] = f"the device slowed itself down: {', '.join(slowed)}"
+                    entry["place"] = "sampling"
                 if measured.series:
                     entry["samples"] = [
                         {

@@ -19,6 +19,11 @@ PERIOD_S: Final = 0.04
 ROWS_LIMIT: Final = 100_000
 """Rows kept of a task; then every second one is dropped, and the period doubles."""
 
+SLOWDOWNS: Final = frozenset(
+    {"hardware_slowdown", "hardware_thermal", "hardware_power_brake", "software_thermal"}
+)
+"""Throttle reasons under which times are not the device's."""
+
 Value = int | str | None
 
 
@@ -121,6 +126,22 @@ class Recorder:
             "rows": self._rows,
             "errors": self._errors,
         }
+
+    def slowed(self, began_ns: int, ended_ns: int) -> list[str]:
+        """Return why the device slowed itself down between two times of `elapsed_ns`.
+
+        Only reasons that no workload brings about by itself: heat, brakes, hardware. Sitting at the
+        power cap is what long attention kernels do.
+        """
+        columns = [c for s in self._sources for c in s.columns]
+        if "throttle" not in columns:
+            return []
+        place = 1 + columns.index("throttle")
+        found: set[str] = set()
+        for row in list(self._rows):
+            if isinstance(row[0], int) and began_ns <= row[0] <= ended_ns:
+                found.update(str(row[place] or "").split())
+        return sorted(found & SLOWDOWNS)
 
     def _run(self) -> None:
         due = elapsed_ns()

@@ -361,6 +361,24 @@ def test_a_kernel_that_installs_nothing_is_an_error(
         build(own_kernel(tmp_path / "x", "x", b"x"), store=store, offline=True, progress=quiet)
 
 
+@pytest.mark.parametrize(
+    ("machine", "system"), [("aarch64", "linux"), ("x86_64", "darwin"), ("AMD64", "win32")]
+)
+def test_a_stack_for_another_machine_is_refused_at_once(
+    builder: MadeUpBuilder,
+    store: Store,
+    stack: spec.Stack,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    system: str,
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("sys.platform", system)
+    with pytest.raises(Unavailable, match="is for linux/amd64"):
+        build(stack, store=store, offline=True, progress=quiet)
+    assert builder.calls == 0
+
+
 # Engines --------------------------------------------------------------------------------------
 
 

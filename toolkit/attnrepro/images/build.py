@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from attnrepro.errors import BuildFailed, ImageDiffers
+from attnrepro.errors import ImageDiffers
 from attnrepro.images import base, builders, extend, fetch, gitsource, record, spec, tree
 from attnrepro.images.compose import Composed, compose
 from attnrepro.images.disk import disk_errors
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 PACK_LIMIT: Final = 16 << 20
 """A kernel's source of up to this many bytes travels in the recipe, and so in every artifact."""
-
-_SPACE_FACTOR: Final = 2.2
-"""Free space a build wants, in sizes of its image: the exported tar, the layers, something over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +191,12 @@ def _parent(stack: Stack) -> Stack:
 
 def _build(job: _Job) -> ImageRecord:
     stack, store, options = job.stack, job.store, job.options
+    preflight.check_host(stack)
     known = store.by_recipe(stack.name, stack.revision, stack.recipe_digest)
     if known is not None and not (options.check or options.no_cache):
         return _refresh(job, known)
     with store.lock(f"build-{stack.recipe_digest[7:23]}"):
-        _announce(job)
+        preflight.announce(store, stack, [*job.wheels, *job.debs], job.progress)
         if job.extension is None:
             base.check(store, stack, offline=options.offline)
         job, modified = _fetch_all(job)
@@ -236,26 +234,6 @@ def _refresh(job: _Job, known: ImageRecord) -> ImageRecord:
     if (recipe, "stack") == (known.document["recipe"], known.document["origin"]):
         return known
     return job.store.save({**known.document, "recipe": recipe, "origin": "stack"})
-
-
-def _announce(job: _Job) -> None:
-    """Say what it will cost, and refuse what cannot fit."""
-    stack = job.stack
-    to_fetch = sum(item.size for item in fetch.missing(job.store, [*job.wheels, *job.debs]))
-    cost = stack.document["cost"]
-    wanted = int(cost["image_bytes"] * _SPACE_FACTOR) + to_fetch
-    minutes = max(1, round((cost["seconds"] + to_fetch / 10e6) / 60))
-    job.progress(
-        f"{stack.label}: {to_fetch / 1e6:.0f} MB to fetch, {wanted / 1e9:.1f} GB of disk while it "
-        f"builds, an image of {cost['image_bytes'] / 1e9:.1f} GB, about {minutes} min"
-    )
-    free = job.store.free_bytes()
-    if free < wanted:
-        message = (
-            f"{stack.label} wants {wanted / 1e9:.1f} GB of free disk; "
-            f"{job.store.root} has {free / 1e9:.1f} GB"
-        )
-        raise BuildFailed(message, hint="free some space, or set ATTNREPRO_STORE to another disk")
 
 
 def _fetch_all(job: _Job) -> tuple[_Job, list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import ImageDiffers
-from attnrepro.images import base, builders, extend, fetch, gitsource, record, spec, tree
+from attnrepro.images import base, builders, extend, fetch, gitsource, preflight, record, spec, tree
 from attnrepro.images.compose import Composed, compose
 from attnrepro.images.disk import disk_errors
 from attnrepro.images.store import ImageRecord, Store

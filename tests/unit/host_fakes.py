@@ -270,16 +270,23 @@ def memory_entry(subject: str) -> dict[str, Any]:
     }
 
 
-def result_of(planned: dict[str, Any], run: str) -> dict[str, Any]:
-    """What the runner would write for a planned task."""
+def result_of(planned: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """What the runner would write for a planned task of a job."""
     make = {
         "check": check_entry,
         "cold": cold_entry,
         "memory": memory_entry,
         "launch": lambda s: launch_entry(s, planned["launch"], planned["id"]),
     }[planned["stage"]]
-    entries = [make(subject) for subject in sorted(planned["subjects"])]
-    return task(planned["id"], planned["stage"], planned["launch"], entries) | {"run": run}
+    entries = []
+    for cell in asked["cells"]:
+        for subject in sorted(set(planned["subjects"]) & set(cell["subjects"])):
+            entry = make(subject) | {"cell": cell["id"]}
+            for series in entry.get("samples", []):
+                series["member"] = series["member"].replace("c000", cell["id"])
+            entries.append(entry)
+    result = task(planned["id"], planned["stage"], planned["launch"], entries)
+    return result | {"run": asked["run"]}
 
 
 class FakeEngine:
@@ -338,7 +345,7 @@ class FakeEngine:
                 continue
             if len(self.written) == self.stop_after:
                 break
-            result = result_of(planned, asked["run"])
+            result = result_of(planned, asked)
             if self.change is not None:
                 self.change(result)
             for entry in result["entries"]:

@@ -131,6 +131,16 @@ def test_stages_cover_the_request(kind: str, w: Workload, wanted: set[str]) -> N
     assert 0 < shares.attention_share(totals) < 1
 
 
+def test_the_description_holds_integers_and_names() -> None:
+    found = requests.describe(request("small_prefill", workload("prefill")), CPU, repeats=3)
+    stages = found["stages_ns"]
+    assert isinstance(stages, dict)
+    assert found["total_ns"] == sum(stages.values())
+    assert found["attention_ns"] == stages["attention"]
+    assert found["largest_remaining"] in stages
+    assert (found["model"], found["layers"], found["repeats"]) == ("small_prefill", 2, 3)
+
+
 def test_stages_sum_what_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0, 10, 25, 26, 40])
     monkeypatch.setattr(marks.time, "perf_counter_ns", lambda: next(clock))

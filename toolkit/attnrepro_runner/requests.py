@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
-from attnrepro_runner import rope
+from attnrepro_runner import orderstats, rope, shares
 from attnrepro_runner.backends.base import Prepared, Tensors, Unsupported
 from attnrepro_runner.inputs import make_inputs
-from attnrepro_runner.marks import Marks, NoMarks
+from attnrepro_runner.marks import Marks, NoMarks, TimedMarks
 from attnrepro_runner.views import DTYPES
 
 if TYPE_CHECKING:
@@ -277,6 +277,29 @@ class Request:
             x, (self.model.sizes.hidden,), self.weights["norm"], _NORM_EPSILON
         )
         return functional.linear(normed, self.weights["head"])
+
+
+def describe(request: Request, device: torch.device, *, repeats: int = 5) -> dict[str, object]:
+    """Return the `request` object of a result: stages from passes with marks, medians in ns.
+
+    The request's own time is taken by a clock round `step`, in a pass without marks.
+    """
+    passes = []
+    for _ in range(repeats):
+        timed = TimedMarks(device)
+        request.step(timed)
+        passes.append(timed.totals_ns())
+    rank = orderstats.median_rank(repeats)
+    stages = {name: sorted(p[name] for p in passes)[rank - 1] for name in passes[0]}
+    return {
+        "model": request.model.name,
+        "layers": request.model.layers,
+        "repeats": repeats,
+        "stages_ns": stages,
+        "attention_ns": shares.attention_ns(stages),
+        "total_ns": sum(stages.values()),
+        "largest_remaining": shares.largest_remaining(stages),
+    }
 
 
 _LAYER_WEIGHTS = ("attention_norm", "qkv", "output", "mlp_norm", "gate_up", "down")

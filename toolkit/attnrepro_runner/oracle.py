@@ -259,7 +259,8 @@ class Oracle:
             f"{name}: m={rule.multiplier:g} c={rule.ulps} ulp({str(rule.dtype)[6:]})"
             for name, rule in self.rules.items()
         ]
-        return f"two_reference per {self.rules['out'].block} rows; " + "; ".join(parts)
+        text = f"two_reference per {self.rules['out'].block} rows; " + "; ".join(parts)
+        return f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
 
     def _coverage(self) -> str:
         heads = sum(len(group) for _, group in self.groups)
@@ -345,7 +346,9 @@ def _expected(
     none = torch.zeros_like(empty)
     expected = {
         "out": Expected.of(high.out, low.out, rows, empty),
-        "lse": Expected.of(high.lse[..., None], low.lse[..., None], rows, none),
+        "lse": Expected.of(
+            high.lse[..., None], low.lse[..., None], rows, none, high.terms.get("lse")
+        ),
     }
     if high.dq is None or low.dq is None:
         return expected
@@ -356,8 +359,8 @@ def _expected(
     keys = torch.arange(workload.seqlens_k[b], device=device)
     attended = workload.attended_keys(b)
     ignored = (keys < attended.start) | (keys >= attended.stop)
-    expected["dq"] = Expected.of(high.dq, low.dq, rows, empty)
-    expected["dk"] = Expected.of(high.dk[None], low.dk[None], keys, ignored)
+    expected["dq"] = Expected.of(high.dq, low.dq, rows, empty, high.terms.get("dq"))
+    expected["dk"] = Expected.of(high.dk[None], low.dk[None], keys, ignored, high.terms.get("dk"))
     expected["dv"] = Expected.of(high.dv[None], low.dv[None], keys, ignored)
     return expected
 

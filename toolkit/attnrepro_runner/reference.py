@@ -40,8 +40,8 @@ class Precision:
     """Rounding of the output; None is none."""
     gradients: torch.dtype | None
     fast_exponential: bool
-    """Keep 18 bits of each exponential: fused kernels compute no more (torch's CPU kernels promise 20
-    units in the last place of float32, ex2.approx 2^-22)."""
+    """Keep 18 bits of each exponential: fused kernels compute few more (torch's CPU kernels promise
+    20 units in the last place of float32, ex2.approx a relative 2^-22)."""
 
 
 HIGH = Precision(
@@ -90,6 +90,9 @@ class GroupResult:
     dk: torch.Tensor | None
     """(seqlen_k, head_dim), summed over the heads."""
     dv: torch.Tensor | None
+    terms: dict[str, torch.Tensor]
+    """Largest term of the sums of lse and dq (heads, rows) and dk (1, seqlen_k): what a result that
+    cancels keeps the rounding of. In float64 only."""
 
 
 def from_tensors(workload: Workload, tensors: Tensors, b: int, heads: Sequence[int]) -> GroupInputs:
@@ -195,6 +198,8 @@ class _Group:
         self.dk = self.dv = None
         if self.grad_out is not None:
             self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        self.terms_dq: list[torch.Tensor] = []
+        self.terms_dk = self.k.new_zeros((1, len(self.k)))
 
     def run(self, blocks: Sequence[range] | None) -> GroupResult:
         parts = [self.tile(rows) for whole in self.ranges(blocks) for rows in self.split(whole)]
@@ -212,7 +217,16 @@ class _Group:
             else torch.zeros_like(self.q),
             dk=None if self.dk is None else _round(self.dk, rounded),
             dv=None if self.dv is None else _round(self.dv, rounded),
+            terms=self.terms(index) if self.precision is HIGH and parts else {},
         )
+
+    def terms(self, index: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        q = self.q[:, torch.cat(index).to(self.device)]
+        terms = {"lse": self.factor * q.norm(dim=-1) * _greatest(self.k.norm(dim=-1))}
+        if self.grad_out is not None:
+            terms["dq"] = self.factor * torch.cat(self.terms_dq, dim=1) * _greatest(self.k)
+            terms["dk"] = self.factor * self.terms_dk * _greatest(self.q)
+        return terms
 
     def ranges(self, blocks: Sequence[range] | None) -> Sequence[range]:
         if blocks is None:
@@ -255,6 +269,7 @@ class _Group:
         if not keys:
             out = q.new_zeros((heads, len(rows), width_v))
             lse = q.new_full((heads, len(rows)), -torch.inf)
+            self.terms_dq.append(torch.zeros_like(lse))
             return rows, out, lse, torch.zeros_like(q)
         scores = (q.reshape(-1, q.shape[-1]) @ k.T).view(heads, len(rows), len(keys))
         scores *= self.factor
@@ -310,6 +325,11 @@ class _Group:
         grad = (flat @ v.T).view(weights.shape)
         if kept is not None:
             grad *= kept
+        if self.precision is HIGH:
+            terms = (grad * weights).abs_()
+            self.terms_dq.append(terms.amax(-1))
+            part = self.terms_dk[:, keys.start : keys.stop]
+            torch.maximum(part, terms.amax((0, 1)), out=part)
         grad -= (grad_out * out).sum(-1, keepdim=True)
         grad *= weights
         if ratio is not None:
@@ -352,6 +372,10 @@ class _Group:
 
     def arange(self, values: range) -> torch.Tensor:
         return torch.arange(values.start, values.stop, device=self.device)
+
+
+def _greatest(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
 def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

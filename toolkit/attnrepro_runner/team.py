@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from attnrepro_runner.job import Job
     from attnrepro_runner.supervise import Worker
 
+START_SECONDS = 120.0
+"""Time that a start may need at least, however little a cell may: torch is read from disk."""
+
 STARTS_IN_A_ROW = 2
 """Failed starts after which a subject is given up for the task."""
 
@@ -123,7 +126,7 @@ class Team:
                 "shared": self._job.shared,
                 "digests": self.digests,
             },
-            self._job.cell_seconds,
+            max(START_SECONDS, self._job.cell_seconds),
         )
         member.record["ready_ns"] = elapsed_ns()
         if isinstance(member.hello, Failure):

@@ -76,8 +76,8 @@ MANIFEST: dict[str, Any] = {
     "workload": {
         "phase": "prefill",
         "batch": 1,
-        "seqlen_q": 384,
-        "seqlen_k": 384,
+        "seqlen_q": 256,
+        "seqlen_k": 256,
         "heads_q": 8,
         "head_dim": 64,
         "dtype": "float32",
@@ -89,9 +89,9 @@ MANIFEST: dict[str, Any] = {
         {"id": "head", "backend": "toy", "role": "candidate", "image": {"stack": "toy-head"}},
     ],
     "timing": {
-        "launches": 6,
-        "samples": [40, 40],
-        "cell_seconds": 3,
+        "launches": 8,
+        "samples": [24, 24],
+        "cell_seconds": 30,
         "tails": [],
         "cold_start": False,
         "memory": False,

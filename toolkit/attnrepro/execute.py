@@ -104,6 +104,7 @@ def execute(
     missing: tuple[str, str] | None = None
     began = time.monotonic_ns()
     settled: set[tuple[str, str]] = set()
+    teller = _Teller([task["id"] for s in segments for task in s.job["tasks"]], folder, progress)
     try:
         for planned in segments:
             segment = replace(planned, job=_without(planned.job, settled))
@@ -121,7 +122,7 @@ def execute(
                 engine=engine,
                 folder=folder,
                 run_id=state.run_id,
-                progress=progress,
+                stop=teller.look,
             )
             folder.check_results(segment.id)
             facts |= {str(key): str(value) for key, value in status.engine_facts.items()}
@@ -190,11 +191,10 @@ def _run(
     engine: Engine,
     folder: RunFolder,
     run_id: str,
-    progress: Callable[[str], None],
+    stop: Callable[[], bool],
 ) -> ExitStatus:
-    told = _Teller(segment, folder, progress)
     try:
-        return engine.run(spec, log=folder.next_log(segment.id), stop=told.look)
+        return engine.run(spec, log=folder.next_log(segment.id), stop=stop)
     except (KeyboardInterrupt, Interrupted) as error:
         done, total = _done(segment, folder, run_id), len(segment.job["tasks"])
         message = f"interrupted after {done} of {total} tasks"
@@ -206,19 +206,20 @@ def _run(
 
 
 class _Teller:
-    """Tells how many tasks are done; never asks for a stop."""
+    """Tells how many tasks of the whole run are done; never asks for a stop."""
 
     def __init__(
-        self, segment: Segment, folder: RunFolder, progress: Callable[[str], None]
+        self, names: Sequence[str], folder: RunFolder, progress: Callable[[str], None]
     ) -> None:
-        self._names = [task["id"] for task in segment.job["tasks"]]
-        self._tasks = folder.out(segment.id) / "tasks"
+        self._names = names
+        self._folder = folder
         self._progress = progress
         self._began = time.monotonic()
         self._count = -1
 
     def look(self) -> bool:
-        done = {path.stem for path in self._tasks.glob("*.json")} & set(self._names)
+        found = {path.stem for path in self._folder.path.glob("*/out/tasks/*.json")}
+        done = found & set(self._names)
         if len(done) != self._count:
             self._count = len(done)
             following = next((name for name in self._names if name not in done), None)

@@ -74,8 +74,10 @@ def text(started: Started) -> str:
             f"images     {store_dir()}",
             "",
             "next:",
-            f"  attnrepro rerun {file}          repeat it from what it carries",
+            "  # repeat it from what it carries",
+            f"  attnrepro rerun {file}",
+            "  # a document, and the block for a pull request",
             f"  attnrepro report {file} --format html -o report.html",
-            f"  attnrepro attach {file} --pr    the block for a pull request",
+            f"  attnrepro attach {file} --pr",
         ]
     )

@@ -26,6 +26,8 @@ from attnrepro.images.wheelfiles import normal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from packaging.requirements import Requirement
+
 SYSTEM: Final = ("bin", "lib", "lib32", "lib64", "libx32", "sbin", "usr")
 ETC: Final = (
     *("alternatives", "debian_version", "group", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
@@ -100,36 +102,31 @@ def closure(
 
     Returns the installed ones among them.
     """
-    from packaging.requirements import InvalidRequirement, Requirement
-
     found: set[str] = set()
-    todo = list(roots)
+    todo = [wanted for line in roots if (wanted := _applicable(line, {""}))]
     while todo:
-        try:
-            wanted = Requirement(todo.pop())
-        except InvalidRequirement:
-            continue
-        extras = wanted.extras or {""}
-        if wanted.marker and not any(wanted.marker.evaluate({"extra": e}) for e in (*extras, "")):
-            continue
+        wanted = todo.pop()
         name = normal(wanted.name)
         if name in found or name not in installed:
             continue
         found.add(name)
-        lines = installed[name].requires or []
-        # Extras of our own roots only: what a package merely offers does not come along.
-        todo += [line for line in lines if _applies(line, extras)]
+        for line in installed[name].requires or ():
+            if following := _applicable(line, {"", *wanted.extras}):
+                todo.append(following)
     return frozenset(found)
 
 
-def _applies(line: str, extras: Iterable[str]) -> bool:
+def _applicable(line: str, extras: set[str]) -> Requirement | None:
+    """Parse a requirement; None if it is none, or its marker does not hold here for any extra."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        marker = Requirement(line).marker
+        wanted = Requirement(line)
     except InvalidRequirement:
-        return False
-    return marker is None or any(marker.evaluate({"extra": extra}) for extra in {"", *extras})
+        return None
+    marker = wanted.marker
+    holds = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
+    return wanted if holds else None
 
 
 def distributions(site: Path) -> dict[str, importlib.metadata.Distribution]:

@@ -92,7 +92,7 @@ def read_wheel(path: Path) -> WheelInfo:
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, zipfile.BadZipFile, StopIteration, KeyError) as error:
-        message = f"{path} is not a whole wheel: {error or 'no RECORD'}"
+        message = f"{path} is not a whole wheel: {str(error) or 'no RECORD'}"
         raise BuildFailed(message, hint="fetch it again") from None
     head = metadata.partition("\n\n")[0].splitlines()
     fields = [line.partition(": ") for line in head if ": " in line]

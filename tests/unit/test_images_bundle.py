@@ -1,0 +1,226 @@
+"""Bundles: cut, sent in pieces, put together again."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from attnrepro.errors import BuildFailed, Unavailable, UsageError
+from attnrepro.images import bundle, bundle_engine, bundle_finish, bundle_install
+from attnrepro.images.hostrecord import STACK
+from attnrepro.images.store import Store
+from attnrepro.images.wheelfiles import read_wheel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+
+from small_host import make_wheel
+
+PART = 700_000
+
+
+def fake_engine(root: Path) -> Path:
+    for name in (*bundle_engine.PROGRAMS, "usr/sbin/runc"):
+        place = root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("#!/bin/sh\nexit 0\n")
+        place.chmod(0o755)
+    return root
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bundle")
+
+
+@pytest.fixture(scope="module")
+def made(work: Path) -> bundle.Bundle:
+    """A bundle without the network: what pip would fetch is one wheel."""
+
+    def download(command: list[str], **_: object) -> str:
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        make_wheel(folder, "needed", "1", {"needed/__init__.py": b"n = 1\n"})
+        assert "docker>=7.1" in command
+        return ""
+
+    kernel = make_wheel(work, "fa3-fwd", "0.0.3", {"fa3/a.so": random.Random(1).randbytes(1 << 20)})
+    public = make_wheel(work, "torch", "2.11.0", {"torch/a.so": b"t"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "run", download)
+        return bundle.make(
+            [STACK],
+            out=work / "out",
+            part_size=PART,
+            wheels=[kernel],
+            public=[public],
+            python="3.12",
+            store=Store(work / "store"),
+            engine_root=fake_engine(work / "engine"),
+            progress=lambda line: None,
+        )
+
+
+def installer(made: bundle.Bundle, into: Path, visit: Path) -> subprocess.CompletedProcess[str]:
+    """Run the bundle's own installer as the host would, isolated from this package."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", str(visit / "install")),
+            *("--into", str(into), "--bundle", str(visit)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def visit_with(made: bundle.Bundle, folder: Path, names: list[str]) -> Path:
+    folder.mkdir()
+    for name in ("install", "bundle.json", *names):
+        (folder / name).write_bytes((made.folder / name).read_bytes())
+    return folder
+
+
+def test_parts_arrive_in_several_visits(made: bundle.Bundle, work: Path, tmp_path: Path) -> None:
+    names = [name for name, _ in made.parts]
+    assert len(names) >= 3
+    assert all(size <= PART for _, size in made.parts)
+    first = visit_with(made, tmp_path / "v1", names[:1])
+    done = installer(made, tmp_path / "into", first)
+    assert done.returncode == bundle_install.WAITING
+    assert f"waiting for {len(names) - 1} of {len(names)} parts" in done.stderr
+    damaged = visit_with(made, tmp_path / "v2", names[1:])
+    data = bytearray((damaged / names[1]).read_bytes())
+    data[100] ^= 1
+    (damaged / names[1]).write_bytes(data)
+    done = installer(made, tmp_path / "into", damaged)
+    assert done.returncode == bundle_install.WAITING
+    assert f"{names[1]} is damaged" in done.stderr
+    last = visit_with(made, tmp_path / "v3", [names[1]])
+    document = json.loads((last / "bundle.json").read_text())
+    spool = tmp_path / "into" / "parts"
+    assert bundle_install.collect(last, spool, document) == []
+    bundle_install.unpack(spool, document, tmp_path / "into")
+    payload = tmp_path / "into" / "payload"
+    assert (payload / "engine/bin/dockerd").stat().st_mode & 0o111
+    assert (payload / "site/needed/__init__.py").is_file()
+    assert (payload / "site/attnrepro/images/bundle_finish.py").is_file()
+    assert (payload / "site/attnrepro_runner/__init__.py").is_file()
+    assert (payload / "site/attnrepro/_data/schema/image.schema.json").is_file()
+    contents = json.loads((payload / "contents.json").read_text())
+    assert contents["host_torch"] is True
+    [wheel] = contents["wheels"]
+    carried = read_wheel(payload / "kernels" / wheel["file"])
+    original = read_wheel(work / wheel["file"])
+    assert wheel["sha256"] == original.sha256 != carried.sha256
+    assert carried.files == original.files
+    [public] = (payload / "public").iterdir()
+    assert bundle_finish.public_wheel(public) == read_wheel(work / "torch-2.11.0-py3-none-any.whl")
+
+
+def test_installer_needs_the_standard_library_only(made: bundle.Bundle) -> None:
+    text = (made.folder / "install").read_text()
+    lines = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
+    modules = {line.split()[1].split(".")[0] for line in lines}
+    assert modules <= set(sys.stdlib_module_names)
+    assert (made.folder / "install").stat().st_mode & 0o111
+
+
+def test_cut_stream_is_told(made: bundle.Bundle, tmp_path: Path) -> None:
+    document = json.loads((made.folder / "bundle.json").read_text())
+    document["parts"].pop()
+    with pytest.raises(bundle_install.Failure, match="cannot be unpacked"):
+        bundle_install.unpack(made.folder, document, tmp_path / "into")
+    assert not (tmp_path / "into" / "payload").exists()
+
+
+def test_launcher_finds_package_and_client(tmp_path: Path) -> None:
+    site = tmp_path / "payload" / "site" / "attnrepro"
+    site.mkdir(parents=True)
+    (site / "__main__.py").write_text("import sys; print('package', sys.argv[1:])")
+    path = bundle_install.launcher(tmp_path, sys.executable)
+    done = subprocess.run([path, "doctor", "a b"], capture_output=True, text=True, check=True)
+    assert done.stdout == "package ['doctor', 'a b']\n"
+
+
+def test_engine_that_does_not_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle_install, "SOCKET", tmp_path / "d.sock")
+    monkeypatch.setattr(bundle_install, "mount_cgroups", lambda: None)
+    monkeypatch.setattr(bundle_install.os, "getuid", lambda: 0)
+    engine = tmp_path / "payload" / "engine" / "bin"
+    engine.mkdir(parents=True)
+    for name in ("dockerd", "runc"):
+        (engine / name).write_text("#!/bin/sh\necho cannot do it >&2\nexit 1\n")
+        (engine / name).chmod(0o755)
+    with pytest.raises(bundle_install.Failure, match="cannot do it"):
+        bundle_install.start_engine(tmp_path)
+
+
+def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+    def make(stacks: list[str], **changes: object) -> None:
+        arguments: dict[str, object] = {
+            "out": tmp_path / "out",
+            "part_size": 65536,
+            "wheels": (),
+            "public": (),
+            "python": "3.12",
+            "store": Store(tmp_path / "store"),
+            "engine_root": fake_engine(tmp_path / "engine"),
+            "progress": lambda line: None,
+            **changes,
+        }
+        bundle.make(stacks, **arguments)  # type: ignore[arg-type]
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        make([STACK], out=tmp_path / "full")
+    with pytest.raises(UsageError, match="--wheel"):
+        make(["cpu-torch2.13"], wheels=[Path("x.whl")])
+    with pytest.raises(BuildFailed, match="dockerd"):
+        make([STACK], engine_root=tmp_path / "full")
+
+
+def test_stack_that_is_not_built(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable) as caught:
+        bundle._image(tmp_path, "cpu-torch2.13", Store(tmp_path / "store"))
+    assert caught.value.hint == "attnrepro build cpu-torch2.13"
+
+
+def test_damaged_blob_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "x"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / ("ab" * 32)).write_bytes(b"other")
+    (folder / "record.json").write_text("{}")
+    with pytest.raises(BuildFailed, match="damaged"):
+        bundle_finish._adopt(folder, Store(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("31MiB", 31 << 20), ("64KiB", 65536), ("2 GiB", 2 << 30), ("70000", 70000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert bundle.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "1KiB", "31MB", "-1MiB", "1e6", "1.5MiB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        bundle.parse_size(text)
+
+
+def test_archive_is_anonymous(made: bundle.Bundle) -> None:
+    document = json.loads((made.folder / "bundle.json").read_text())
+    stream = bundle_install.Parts([made.folder / p["name"] for p in document["parts"]])
+    with io.BufferedReader(stream) as whole, tarfile.open(fileobj=whole, mode="r|xz") as archive:
+        owners = {(m.uid, m.uname, m.mtime) for m in archive}
+    stream.close()
+    assert owners == {(0, "", 0)}

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from attnrepro.errors import BuildFailed, Unavailable
 from attnrepro.images import hostrecord, hosttree, oci, wheelfiles
-from attnrepro.images.hostrecord import REVISION, STACK, Kernels, Made
 from attnrepro.images.disk import disk_errors
+from attnrepro.images.hostrecord import REVISION, STACK, Kernels, Made
 from attnrepro.images.store import HOST_LAYER
 from attnrepro.images.tree import Entry, Kind
 

@@ -110,9 +110,8 @@ def closure(
         if name in found or name not in installed:
             continue
         found.add(name)
-        for line in installed[name].requires or ():
-            if following := _applicable(line, {"", *wanted.extras}):
-                todo.append(following)
+        lines, extras = installed[name].requires or (), {"", *wanted.extras}
+        todo.extend(r for line in lines if (r := _applicable(line, extras)))
     return frozenset(found)
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from host_artifacts import make
@@ -15,9 +19,6 @@ from attnrepro.cli import main
 from attnrepro.report import html, markdown, terminal
 from attnrepro.report.rows import duration, rows
 from attnrepro.report.sections import article
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOSTILE = '<script>alert(1)</script>|`x`\x1b[31m\n# no & "quotes" ![i](http://x)'
 
@@ -164,3 +165,24 @@ def test_report_of_a_damaged_file_is_rejected(
     path.write_bytes(path.read_bytes()[:-1])
     assert main.run(["report", str(path)]) == 1
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("verb", ["verify", "show", "compare", "report", "attach"])
+def test_reading_needs_no_posix_module(verb: str, verified: Verified, tmp_path: Path) -> None:
+    file = str(tmp_path / "tiny.attnrepro")
+    more = {"compare": [file], "attach": ["--pr"]}.get(verb, [])
+    code = (
+        "import sys\n"
+        "for name in ('fcntl', 'grp', 'pwd', 'resource', 'termios', 'torch', 'docker'):\n"
+        "    sys.modules[name] = None\n"
+        "from attnrepro.cli.main import run\n"
+        f"sys.exit(run({[verb, file, *more]!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr

@@ -135,7 +135,7 @@ def rerun(
         progress=progress,
     )
     there, here = (
-        side(original),
+        Side.of(original),
         Side(
             repeatable=performed.merged.repeatable,
             observations=performed.merged.observations,
@@ -160,16 +160,6 @@ def rerun(
         original=original,
         verdicts=found,
         merged=performed.merged,
-    )
-
-
-def side(verified: Verified) -> Side:
-    """What comparisons need of a verified artifact."""
-    return Side(
-        repeatable=verified.repeatable,
-        observations=verified.observations,
-        device_class=verified.predicate["device_class"],
-        images={i["key"]: i["manifest_digest"] for i in verified.predicate["images"]},
     )
 
 

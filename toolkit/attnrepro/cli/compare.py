@@ -28,7 +28,7 @@ def compare(
     from attnrepro.artifact import trust
     from attnrepro.artifact.verify import verify
     from attnrepro.compare import explain
-    from attnrepro.rerun import side
+    from attnrepro.compare.verdicts import Side
 
     store = trust.load(trust_file)
     verified = [verify(path, trust=store) for path in (first, second)]
@@ -36,7 +36,7 @@ def compare(
         if not one.trusted:
             progress(f"note: {path} is intact, and its signer is not in your trust file")
     confidence = min(str(one.manifest["timing"]["confidence"]) for one in verified)
-    report = explain.compare(side(verified[0]), side(verified[1]), confidence=confidence)
+    report = explain.compare(*map(Side.of, verified), confidence=confidence)
     emit(
         document(report, first, second),
         as_json=as_json,

@@ -13,6 +13,7 @@ from attnrepro.compare.diff import Section
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from attnrepro.artifact.verify import Verified
     from attnrepro.jsonio import JsonObject
 
 CONSISTENCY: Final = Fraction(10, 100)
@@ -67,6 +68,16 @@ class Side:
     device_class: Mapping[str, Any]
     images: Mapping[str, str]
     """Image key to manifest digest; empty where there was no container."""
+
+    @classmethod
+    def of(cls, verified: Verified) -> Side:
+        """From a verified artifact."""
+        return cls(
+            repeatable=verified.repeatable,
+            observations=verified.observations,
+            device_class=verified.predicate["device_class"],
+            images={i["key"]: i["manifest_digest"] for i in verified.predicate["images"]},
+        )
 
 
 def authentic(*, trusted: bool, owner: str | None, fingerprint: str) -> Verdict:

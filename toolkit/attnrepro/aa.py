@@ -9,7 +9,6 @@ must be slowed so that most of them say SLOWER is the smallest difference that c
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
@@ -142,19 +141,19 @@ def doctor_aa(progress: Callable[[str], None]) -> Noise:
 
 def measure(*, engine: Engine, images: ImageSource, progress: Callable[[str], None]) -> Noise:
     """Run A/A on an engine."""
-    from attnrepro import run, runnerwheel
+    from attnrepro import run, runfolder, runnerwheel
     from attnrepro.manifest.load import load
     from attnrepro.report.rows import headline
 
-    with tempfile.TemporaryDirectory(prefix="attnrepro-aa-") as folder:
-        performed = run.perform(
-            load(json.dumps(_MANIFEST).encode()),
-            images=images,
-            engine=engine,
-            options=run.Options(output=Path(folder) / "aa", runs=Path(folder)),
-            runner=runnerwheel.installed(),
-            progress=progress,
-        )
+    performed = run.perform(
+        load(json.dumps(_MANIFEST).encode()),
+        images=images,
+        engine=engine,
+        options=run.Options(output=Path("aa"), runs=Path(runfolder.DEFAULT_ROOT)),
+        runner=runnerwheel.installed(),
+        progress=progress,
+    )
+    performed.folder.remove()
     observations = performed.merged.observations
     subjects = {s["subject"]: s for s in observations["cells"][0]["subjects"]}
     for subject in subjects.values():

@@ -51,10 +51,10 @@ class Tensors:
 
     bshd: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
     v (batch, seqlen_k, heads_kv, head_dim_v). bhsd: heads before sequence. thd: (total, heads,
-    width) with cu_seqlens int32 (batch + 1). With a cache, k and v are the cache's buffers: contiguous
-    (batch, capacity, heads_kv, width), or a pool (pool_pages, page_size, heads_kv, width) with
-    page_table int32 (batch, pages), and k_new, v_new (batch, append, heads_kv, width) are the keys to
-    append; seqused_k int32 (batch) counts keys after the append.
+    width) with cu_seqlens int32 (batch + 1). With a cache, k and v are the cache's buffers:
+    contiguous (batch, capacity, heads_kv, width), or a pool (pool_pages, page_size, heads_kv,
+    width) with page_table int32 (batch, pages), and k_new, v_new (batch, append, heads_kv, width)
+    are the keys to append; seqused_k int32 (batch) counts keys after the append.
     """
 
     q: torch.Tensor
@@ -157,6 +157,9 @@ class Backend(Protocol):
     def prepare(
         self, workload: Workload, options: Mapping[str, object], tensors: Tensors
     ) -> Prepared:
-        """Bind everything that a serving or training loop would do once (plan, metadata, compile
-        wrapper), so that `step` holds the work alone. Raises Unsupported."""
+        """Bind a workload and its tensors; raise Unsupported where that cannot be.
+
+        All that a serving or training loop would do once (plan, metadata, compile wrapper) is done
+        here, so that `step` holds the work alone.
+        """
         ...

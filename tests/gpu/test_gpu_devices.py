@@ -9,7 +9,7 @@ os.environ.setdefault("ATTNREPRO_DEVICE", "cuda")
 import pytest
 import torch
 
-from attnrepro_runner import ceilings, marks, nvml, requests, shares
+from attnrepro_runner import ceilings, marks, models, nvml, plausible, requests, shares
 from attnrepro_runner.accelerator import AcceleratorUnavailable
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Unsupported
@@ -63,14 +63,14 @@ def test_nvml_is_the_frameworks_device() -> None:
 def test_a_ceiling_is_below_the_architectures_limit() -> None:
     properties = torch.cuda.get_device_properties(DEVICE)
     architecture = f"sm_{properties.major}{properties.minor}"
-    if architecture not in ceilings.FLOPS_PER_CLOCK:
+    if architecture not in plausible.FLOPS_PER_CLOCK:
         pytest.skip(f"no limit is known for {architecture}")
     device = nvml.open_nvml(uuid=str(properties.uuid))
     clock = device.record().sm_clock_max_mhz
     found = ceilings.measure(("bfloat16", "float16", "float32"), DEVICE)
     assert {c.dtype for c in found} == {"uint8", "bfloat16", "float16", "float32"}
     for ceiling in found[1:]:
-        limit = ceilings.flops_limit(
+        limit = plausible.flops_limit(
             architecture, properties.multi_processor_count, clock, ceiling.dtype
         )
         assert limit is not None
@@ -84,7 +84,7 @@ def test_a_ceiling_is_below_the_architectures_limit() -> None:
 )
 def test_requests_agree_whatever_the_backend(backend: str, kind: str) -> None:
     workload = Workload.parse(MODEL | KINDS[kind])
-    model = requests.find(f"small_{kind}", None)
+    model = models.find(f"small_{kind}", None)
     values = []
     for name in ("sdpa.math", backend):
         adapter = registry.load(name)

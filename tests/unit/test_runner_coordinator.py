@@ -205,7 +205,12 @@ def test_a_subject_that_fails_loses_its_cell_and_no_other(step: str) -> None:
     )
     run = launch(scripted)
     assert run.measured["a"].entry["status"] == "CRASH"
-    assert run.measured["a"].series == {}
+    for series in run.measured["a"].series.values():  # kept, and none of them counts
+        assert series.usable == []
+        assert series.stop == "failed"
+        assert sum(d["count"] for d in series.discards) == len(series.samples) > 0
+        assert series.discards[-1]["reason"] == "the subject ended as CRASH in this launch"
+    assert bool(run.measured["a"].series) == (step == "close")
     assert run.measured["b"].entry["status"] == "PASS"
     assert len(run.measured["b"].series["host"].usable) == 10
     after = scripted.log[

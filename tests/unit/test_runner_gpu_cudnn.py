@@ -8,7 +8,7 @@ import cudnn_fake
 import pytest
 import torch
 
-from attnrepro_runner import oracle, requests
+from attnrepro_runner import models, oracle, requests
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.inputs import make_inputs
@@ -127,7 +127,7 @@ def test_a_models_tensors_have_other_strides(cudnn: cudnn_fake.Cudnn, kind: str)
         {"phase": phase, "batch": 2, "seqlen_q": 6, "seqlen_k": 6, "heads_q": 4, "heads_kv": 2}
         | {"head_dim": 64, "dtype": "bfloat16", "mask": CAUSAL}
     )
-    model = requests.find(f"small_{kind}", 1)
+    model = models.find(f"small_{kind}", 1)
     values = []
     for name in ("eager", "cudnn_frontend"):
         request = requests.Request(model, registry.load(name), w, {}, {"seed": 1}, CPU)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attnrepro_runner import accelerator, amdsmi, nvml
+from attnrepro_runner import accelerator, amdsmi, device, nvml
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,6 +180,22 @@ def test_throttle_names_keep_unknown_bits() -> None:
     assert nvml.throttle_names(0) == ()
     assert nvml.throttle_names(0x24) == ("software_power_cap", "software_thermal")
     assert nvml.throttle_names(0x401) == ("idle", "unknown_0x400")
+
+
+def test_the_frameworks_own_device_is_opened(fake_nvml: FakeNvml) -> None:
+    fake_nvml.nvmlDeviceGetHandleByUUID = lambda uuid: {UUID: "other"}[uuid]  # type: ignore[method-assign]
+    fake_nvml.nvmlDeviceGetName = {"handle": b"first", "other": b"NVIDIA H200"}.__getitem__  # type: ignore[method-assign]
+    found = device.Device("nvidia", 1)
+    assert found.record["name"] == "first"
+    facts = {"uuid": UUID.removeprefix("GPU-"), "compute_units": 132, "last_level_cache_bytes": 7}
+    found.learn(facts)
+    found.learn(facts)
+    assert found.record["name"] == "NVIDIA H200"
+    assert (found.record["compute_units"], found.record["last_level_cache_bytes"]) == (132, 7)
+    assert UUID.removeprefix("GPU-") not in json.dumps(found.record)
+    assert fake_nvml.open == 1
+    found.close()
+    assert fake_nvml.open == 0
 
 
 def test_a_lost_device_is_not_a_null(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

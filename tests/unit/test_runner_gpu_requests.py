@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attnrepro_runner import ceilings, marks, requests, rope, shares
+from attnrepro_runner import ceilings, marks, models, requests, rope, shares
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.semantics import Workload
@@ -46,7 +46,7 @@ def cached(seqlen_q: int, seqlen_k: int, kind: str = "contiguous", **more: objec
 def request(
     name: str, w: Workload, backend: str = "eager", layers: int | None = None
 ) -> requests.Request:
-    model = requests.find(name, layers)
+    model = models.find(name, layers)
     return requests.Request(model, registry.load(backend), w, {}, INPUTS, CPU)
 
 
@@ -162,12 +162,12 @@ def test_a_workload_that_is_not_the_models_is_refused() -> None:
     with pytest.raises(ValueError, match="phase"):
         request("small_decode_step", workload("prefill"))
     with pytest.raises(ValueError, match="no request model"):
-        requests.find("large_prefill", None)
+        models.find("large_prefill", None)
 
 
 def test_layers_can_be_set() -> None:
-    assert requests.find("llama3_8b_prefill", None).layers == 32
-    assert requests.find("llama3_8b_decode_step", 3).layers == 3
+    assert models.find("llama3_8b_prefill", None).layers == 32
+    assert models.find("llama3_8b_decode_step", 3).layers == 3
     one = request("small_prefill", workload("prefill"), layers=1)
     assert "1.qkv" not in one.weights
 
@@ -177,7 +177,7 @@ def test_an_adapter_without_a_call_is_unsupported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backend, "prepare", lambda *_: object())
     with pytest.raises(Unsupported, match="takes no tensors"):
         requests.Request(
-            requests.find("small_prefill", None), backend, workload("prefill"), {}, INPUTS, CPU
+            models.find("small_prefill", None), backend, workload("prefill"), {}, INPUTS, CPU
         )
 
 
@@ -224,6 +224,8 @@ def test_ceilings_of_a_cpu() -> None:
     assert product.per_second == product.work * 10**9 // product.median_ns
     copy = ceilings.measure_copy(CPU, size_bytes=1 << 16, repeats=3)
     assert (copy.work, copy.unit) == (2 << 16, "byte")
+    read = ceilings.measure_read(CPU, size_bytes=1 << 16, repeats=3)
+    assert (read.work, read.unit, read.kind) == (1 << 16, "byte", "read")
     assert set(copy.to_dict()) == {
         "kind",
         "dtype",
@@ -234,13 +236,3 @@ def test_ceilings_of_a_cpu() -> None:
         "shape",
         "per_second",
     }
-
-
-def test_the_architectures_limit() -> None:
-    # H200: 132 multiprocessors at 1,830 MHz give the datasheet's 989 TFLOP/s in bf16.
-    limit = ceilings.flops_limit("sm_90", 132, 1830, "bfloat16")
-    assert limit is not None
-    assert limit / 1e12 == pytest.approx(989, rel=0.01)
-    assert ceilings.flops_limit("sm_90", 132, None, "bfloat16") is None
-    assert ceilings.flops_limit("sm_77", 132, 1830, "bfloat16") is None
-    assert ceilings.flops_limit("sm_80", 108, 1410, "float8_e4m3fn") is None

@@ -317,9 +317,9 @@ def test_inputs_rotate_and_every_sample_is_flushed() -> None:
     ]
     sampler = timing.Sampler(targets, LoggedFlush(log))
     clock = clocks.HostClock(None)
-    assert len(sampler.take(clock, 3, backward=False)) == 3
+    assert len(sampler.take(clock, 3)) == 3
     assert gc.isenabled()
-    sampler.take(clock, 1, backward=True)
+    sampler.take(clock, 1, "backward_step")
     assert log == [
         *("flush 1", "step a", "flush 2", "step b", "flush 1", "step a"),
         *("flush 2", "backward b"),

@@ -56,6 +56,9 @@ class AcceleratorRecord:
     sm_clock_max_mhz: int | None
     memory_clock_max_mhz: int | None
     clocks_locked: bool | None
+    memory_bus_bits: int | None = None
+    last_level_cache_bytes: int | None = None
+    """Of the framework, where the library has none; likewise compute_units."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Field to the reason why it is null."""
 

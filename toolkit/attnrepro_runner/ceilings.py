@@ -2,13 +2,13 @@
 
 Measured on random data, since a product of zeros runs faster. Each figure is the median of its
 repeats, with the work of one repeat, so that a rate is exact arithmetic on integers. Above a
-measured ceiling a result is only flagged; above `flops_limit`, the architecture's own bound at the
-highest clock seen, it is INVALID.
+measured ceiling a result is only flagged; `plausible` says what is INVALID.
 """
 
 from __future__ import annotations
 
 import itertools
+import resource
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -18,10 +18,14 @@ import torch
 from attnrepro_runner import orderstats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MATMUL = "matmul"
 COPY = "copy"
+READ = "read"
+_BLOCK = 1 << 20
+_CPU_SECONDS = 0.4
+"""Time after which a ceiling of a CPU has repeats enough, if there are five."""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -29,24 +33,13 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
-FLOPS_PER_CLOCK = {
-    "sm_80": {"float32": 128, "bfloat16": 2048, "float16": 2048},
-    "sm_90": {"float32": 256, "bfloat16": 4096, "float16": 4096, "float8_e4m3fn": 8192},
-    "sm_100": {"float32": 256, "bfloat16": 8192, "float16": 8192, "float8_e4m3fn": 16384},
-    "gfx90a": {"float32": 256, "bfloat16": 1024, "float16": 1024},
-    "gfx942": {"float32": 256, "bfloat16": 2048, "float16": 2048, "float8_e4m3fn": 4096},
-}
-"""Dense operations a clock and multiprocessor (compute unit), by architecture and dtype: the
-vendors' peak rates divided by units and boost clock (A100, H100, B200, MI250X, MI300X datasheets).
-float32 is without reduced-precision products. An architecture that is not here has no limit."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
     """One measured rate."""
 
     kind: str
-    """matmul or copy."""
+    """matmul, copy or read."""
     dtype: str
     work: int
     """Operations, or bytes read and written, of one repeat."""
@@ -108,7 +101,7 @@ def measure_matmul(
         work=2 * n**3,
         unit="flop",
         median_ns=_median(times),
-        repeats=repeats,
+        repeats=len(times),
         shape=f"{n}x{n}x{n}",
     )
 
@@ -117,24 +110,24 @@ def measure_copy(
     device: torch.device, *, size_bytes: int | None = None, repeats: int = 20
 ) -> Ceiling:
     """Time a copy of a buffer several times the last-level cache; bytes are read and written."""
-    size = size_bytes or (4 << 30 if device.type == "cuda" else 256 << 20)
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    source = _noise(size_bytes or _buffer_bytes(device), device)
     target = torch.empty_like(source)
     times = _times(lambda: target.copy_(source), device, repeats)
-    return Ceiling(
-        kind=COPY,
-        dtype="uint8",
-        work=2 * size,
-        unit="byte",
-        median_ns=_median(times),
-        repeats=repeats,
-        shape=str(size),
-    )
+    return _traffic(COPY, 2 * source.nbytes, times, source.nbytes)
 
 
-def measure(dtypes: tuple[str, ...], device: torch.device) -> tuple[Ceiling, ...]:
-    """Measure a copy and one product a dtype; a dtype without product is left out."""
-    found = [measure_copy(device)]
+def measure_read(
+    device: torch.device, *, size_bytes: int | None = None, repeats: int = 20
+) -> Ceiling:
+    """Time a sum over a buffer: reading alone, which a decode step does, beats copying."""
+    source = _noise(size_bytes or _buffer_bytes(device), device).view(torch.int64)
+    times = _times(lambda: source.sum(), device, repeats)
+    return _traffic(READ, source.nbytes, times, source.nbytes)
+
+
+def measure(dtypes: Sequence[str], device: torch.device) -> tuple[Ceiling, ...]:
+    """Measure copying, reading and one product a dtype; a dtype without product is left out."""
+    found = [measure_copy(device), measure_read(device)]
     for dtype in dtypes:
         try:
             found.append(measure_matmul(dtype, device))
@@ -143,32 +136,47 @@ def measure(dtypes: tuple[str, ...], device: torch.device) -> tuple[Ceiling, ...
     return tuple(found)
 
 
-def flops_limit(
-    architecture: str | None, units: int | None, clock_mhz: int | None, dtype: str
-) -> int | None:
-    """Return the operations a second that no kernel can exceed, or None where it is not known.
+def _traffic(kind: str, work: int, times: list[int], size: int) -> Ceiling:
+    return Ceiling(
+        kind=kind,
+        dtype="uint8" if kind == COPY else "int64",
+        work=work,
+        unit="byte",
+        median_ns=_median(times),
+        repeats=len(times),
+        shape=str(size),
+    )
 
-    Args:
-        architecture: as the device record has it.
-        units: multiprocessors or compute units.
-        clock_mhz: highest clock seen while the samples were taken.
-        dtype: of q, k and v.
 
-    """
-    rate = FLOPS_PER_CLOCK.get(architecture or "", {}).get(dtype)
-    if rate is None or units is None or clock_mhz is None:
-        return None
-    return rate * units * clock_mhz * 10**6
+def _buffer_bytes(device: torch.device) -> int:
+    """Return the size of a buffer beside what other workers hold, in whole blocks."""
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0])
+        return max(_BLOCK, min(4 << 30, free // 8) // _BLOCK * _BLOCK)
+    allowed = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    most = 256 << 20
+    if allowed != resource.RLIM_INFINITY:
+        most = min(most, allowed // 8)
+    return max(_BLOCK, most // _BLOCK * _BLOCK)
+
+
+def _noise(size: int, device: torch.device) -> torch.Tensor:
+    """Return random bytes, one block of them repeated: drawing them all takes seconds on a CPU."""
+    block = torch.randint(0, 256, (min(size, _BLOCK),), dtype=torch.uint8, device=device)
+    return block.repeat(size // block.numel())
 
 
 def _times(work: Callable[[], torch.Tensor], device: torch.device, repeats: int) -> list[int]:
     """Return one time a repeat in ns: device events on a GPU, the host's clock on a CPU."""
-    for _ in range(3):
+    for _ in range(3 if device.type == "cuda" else 1):
         work()
     if device.type != "cuda":
-        times = []
+        times: list[int] = []
+        first = time.perf_counter_ns()
         for _ in range(repeats):
             begun = time.perf_counter_ns()
+            if len(times) >= 5 and begun - first > _CPU_SECONDS * 1e9:
+                break
             work()
             times.append(max(1, time.perf_counter_ns() - begun))
         return times

@@ -6,6 +6,7 @@ whose result is there is skipped, so a second start goes on where the first ende
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -15,9 +16,9 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
-from attnrepro_runner import __version__, interleave, limits, profiles
+from attnrepro_runner import __version__, counters, energy, finish, interleave, limits, profiles
 from attnrepro_runner.device import Device
 from attnrepro_runner.elapsed import elapsed_ns
 from attnrepro_runner.job import BadJob, Job, Task, load
@@ -28,21 +29,37 @@ from attnrepro_runner.team import Team
 from attnrepro_runner.telemetry import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
     from attnrepro_runner.supervise import Worker
 
 OK: Final = 0
 BAD_JOB: Final = 3
+DEVICE_LOST: Final = 9
 INTERRUPTED: Final = 10
 INTERNAL: Final = 70
+
+COUNTED: Final = (sys.executable, "-P", "-m", "attnrepro_runner", "count")
 
 _SETTLED: Final = {status.value for status in STOPS_MEASURING}
 
 
+COMPILE_CACHES: Final = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cute",
+}
+"""Variable to folder, below a folder of this run's own."""
+
+
 class _Stopped(BaseException):
     """A signal asked for the end."""
+
+
+class DeviceLost(Exception):
+    """The device is gone; the message is what its library said."""
 
 
 def main(job_path: Path, out: Path) -> int:
@@ -66,6 +83,9 @@ def main(job_path: Path, out: Path) -> int:
             signal.signal(number, signal.SIG_IGN)
         sys.stderr.write(f"interrupted by {stopped}; finished tasks stay\n")
         return INTERRUPTED
+    except DeviceLost as lost:
+        sys.stderr.write(f"the device vanished: {lost}; finished tasks stay\n")
+        return DEVICE_LOST
     except OSError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return INTERNAL
@@ -94,6 +114,8 @@ class Coordinator:
         self._digests: dict[str, object] = {}
         self._settled: dict[tuple[str, str], dict[str, Any]] = {}
         self._flush: dict[str, str] = {}
+        self._ceilings: dict[str, object] | None = None
+        self._recorder: Recorder | None = None
 
     def __enter__(self) -> Coordinator:
         """Make the folder of compile caches, open the device."""
@@ -111,30 +133,39 @@ class Coordinator:
     def run(self) -> None:
         """Run every task that has no result yet."""
         for task in self._job.tasks:
-            document = self._folder.result(task.id)
+            document: dict[str, Any] | None = self._folder.result(task.id)
             if document is None:
                 document = self._run_task(task)
                 self._folder.write_result(document)
             if task.stage == "check":
                 self._learn(document)
+            self._ceilings = document.get("ceilings") or self._ceilings
 
     def _learn(self, document: Mapping[str, Any]) -> None:
         for entry in document["entries"]:
             if entry["status"] in _SETTLED:
                 self._settled[entry["cell"], entry["subject"]] = entry
 
-    def _run_task(self, task: Task) -> dict[str, object]:
+    def _run_task(self, task: Task) -> dict[str, Any]:
         started = elapsed_ns()
         sys.stderr.write(f"task {task.id}: {', '.join(task.subjects)}\n")
-        team = Team(self._job, start=lambda subject, kind: self._start(task, subject, kind))
+        team = Team(
+            self._job,
+            start=lambda subject, kind: self._start(task, subject, kind),
+            learn=self._device.learn,
+        )
         team.digests = self._digests
         entries: list[dict[str, Any]] = []
+        had = self._ceilings
         with Recorder(self._device.sources) as recorder:
+            self._recorder = recorder
             try:
                 if task.stage == "launch":
                     self._launch(task, team, entries, recorder)
                 elif task.stage == "cold":
                     self._cold(task, team, entries)
+                elif task.stage == "counters":
+                    self._count(task, entries)
                 else:
                     self._alone(task, team, entries)
             finally:
@@ -154,6 +185,7 @@ class Coordinator:
                 "python": platform.python_version(),
                 "framework": team.framework or "unknown: no worker came up",
             },
+            **({} if self._ceilings is had else {"ceilings": self._ceilings}),
             "device": self._device.record,
             "environment": self._environment(),
             "workers": team.records,
@@ -180,8 +212,32 @@ class Coordinator:
             for cell in self._cells(task, subject, entries):
                 team.new_cell()
                 answer = self._ask(team, subject, {"do": task.stage, "cell": cell}, kind)
-                entries.append(_entry(cell["id"], subject, answer))
+                entry = _entry(cell["id"], subject, answer)
+                if task.stage == "memory" and entry["status"] == Status.PASS:
+                    spent = energy.measure(
+                        cell,
+                        read=self._device.energy_mj,
+                        ask=lambda request, s=subject: self._ask(team, s, request, "native"),  # type: ignore[misc]
+                    )
+                    entry |= {} if spent is None else {"energy": spent}
+                entries.append(entry)
             team.end(subject)
+
+    def _count(self, task: Task, entries: list[dict[str, Any]]) -> None:
+        """Counters: a process under ncu for every cell and subject."""
+        environment, _ = self._worker_environment("native", self._caches / "shared")
+        for subject in self._measured_subjects(task):
+            for cell in self._cells(task, subject, entries):
+                left = self._deadline - time.monotonic()
+                found = counters.count(
+                    [*COUNTED, str(self._job.path), str(cell["id"]), subject],
+                    environment,
+                    self._caches / "counters.csv",
+                    seconds=max(1.0, min(left, self._job.cell_seconds)),
+                    vendor=self._job.vendor,
+                )
+                answer = {"status": Status.PASS.value, "counters": found.to_json()}
+                entries.append(_entry(cell["id"], subject, answer))
 
     def _cold(self, task: Task, team: Team, entries: list[dict[str, Any]]) -> None:
         """Cold: a process and compile caches of its own for every cell and subject."""
@@ -199,6 +255,8 @@ class Coordinator:
         subjects = self._measured_subjects(task)
         todo = {s: {c["id"] for c in self._cells(task, s, entries)} for s in subjects}
         team.start_all([s for s in subjects if todo[s]], "native")
+        if self._ceilings is None:
+            self._measure_ceilings(team, [s for s in subjects if todo[s]])
         cells = {cell["id"]: cell for cell in self._job.cells}
         seed = f"{self._job.order_seed}/{task.id}"
         for name in interleave.shuffled(list(cells), seed):
@@ -214,31 +272,38 @@ class Coordinator:
                     team, s, {**request, "launch": task.launch or 0}, "native"
                 ),
             )
-            began = elapsed_ns()
             launch.run()
-            slowed = recorder.slowed(began, elapsed_ns())
+            spans = [m.span for m in launch.measured.values() if m.span is not None]
             for subject, measured in launch.measured.items():
+                if spans and measured.span is not None:
+                    finish.judge(
+                        measured,
+                        cells[name],
+                        recorder.conditions(min(s[0] for s in spans), max(s[1] for s in spans)),
+                        device=self._device.record,
+                        policy=self._job.clock_policy,
+                        ceilings=self._measured_ceilings(),
+                    )
                 entry = _entry(name, subject, measured.entry)
-                if slowed and entry["status"] == Status.PASS:
-                    entry["status"] = Status.THROTTLED.value
-                    entry["reason"] = f"the device slowed itself down: {', '.join(slowed)}"
-                    entry["place"] = "sampling"
                 if measured.series:
-                    entry["samples"] = [
-                        {
-                            "clock": clock,
-                            "member": self._folder.write_samples(
-                                task.id, name, subject, clock, series.samples
-                            ),
-                            "n": len(series.samples),
-                            "discards": series.discards,
-                            "stop": series.stop,
-                            "flushed": measured.flushed,
-                            "calls_per_sample": measured.calls[clock],
-                        }
-                        for clock, series in sorted(measured.series.items())
-                    ]
+                    write = functools.partial(self._folder.write_samples, task.id, name, subject)
+                    entry["samples"] = finish.records(measured, write)
                 entries.append(entry)
+
+    def _measure_ceilings(self, team: Team, subjects: Sequence[str]) -> None:
+        """Measure what this device reaches, once a run, in the first worker that answers."""
+        dtypes = sorted({str(cell["workload"]["dtype"]) for cell in self._job.cells})
+        reason = "no subject is measured"
+        for subject in subjects:
+            answer = self._ask(team, subject, {"do": "ceilings", "dtypes": dtypes}, "native")
+            if not isinstance(answer, Failure):
+                self._ceilings = {"measured": answer["ceilings"], "reason": None}
+                return
+            reason = answer.reason
+        self._ceilings = {"measured": [], "reason": reason}
+
+    def _measured_ceilings(self) -> list[dict[str, Any]]:
+        return cast("list[dict[str, Any]]", (self._ceilings or {}).get("measured", []))
 
     def _measured_subjects(self, task: Task) -> list[str]:
         if task.stage == "check":
@@ -273,6 +338,8 @@ class Coordinator:
     def _ask(
         self, team: Team, subject: str, request: Mapping[str, object], kind: str
     ) -> dict[str, object] | Failure:
+        if self._recorder is not None and self._recorder.lost is not None:
+            raise DeviceLost(self._recorder.lost)
         left = self._deadline - time.monotonic()
         if left <= 0:
             reason = f"the run's limit of {self._job.total_seconds:.0f} s is spent"
@@ -286,23 +353,10 @@ class Coordinator:
         profile = "native"
         if kind == "check" and self._job.vendor == "cpu":
             profile = str(self._job.shared["bits"].get("profile", "native"))
-        environment, recorded = profiles.worker_environment(
-            os.environ,
-            profile=profile,
-            threads=self._threads,
-            device="cpu" if self._job.vendor == "cpu" else "cuda",
-            flags=self._flags,
-        )
         caches = self._caches / "shared"
         if kind == "cold":
             caches = Path(tempfile.mkdtemp(prefix="cold-", dir=self._caches))
-        for name, folder in (
-            ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
-            ("TRITON_CACHE_DIR", "triton"),
-            ("CUDA_CACHE_PATH", "cuda"),
-            ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "cute"),
-        ):
-            environment[name] = str(caches / folder)
+        environment, recorded = self._worker_environment(profile, caches)
         worker = WorkerProcess(
             environment=environment,
             log=self._folder.log(task.id, subject),
@@ -310,6 +364,19 @@ class Coordinator:
             limit_data=self._job.vendor == "cpu",
         )
         return worker, {"profile": profile, "caches": kind, **recorded}
+
+    def _worker_environment(
+        self, profile: str, caches: Path
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        environment, recorded = profiles.worker_environment(
+            os.environ,
+            profile=profile,
+            threads=self._threads,
+            device="cpu" if self._job.vendor == "cpu" else "cuda",
+            flags=self._flags,
+        )
+        environment |= {name: str(caches / part) for name, part in COMPILE_CACHES.items()}
+        return environment, recorded
 
 
 def _entry(cell: str, subject: str, answer: Mapping[str, object] | Failure) -> dict[str, Any]:

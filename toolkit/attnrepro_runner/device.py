@@ -8,7 +8,7 @@ from attnrepro_runner import cpu
 from attnrepro_runner.accelerator import AcceleratorUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from attnrepro_runner.accelerator import Accelerator
     from attnrepro_runner.telemetry import Source, Value
@@ -27,6 +27,7 @@ class Device:
         self.record: dict[str, object] = {**cpu.describe(), "threads": threads}
         self.sources: list[Source] = [CpuSource()]
         self._accelerator: Accelerator | None = None
+        self._is_bound = False
         if vendor == "cpu":
             return
         host = {"kind": "host", **{k: v for k, v in self.record.items() if k != "kind"}}
@@ -37,13 +38,48 @@ class Device:
             self.record = {"kind": vendor, "name": "unavailable", "reason": str(error)}
         else:
             self.record = {"kind": vendor, "name": found["model"], **found}
-            self.sources.append(AcceleratorSource(self._accelerator))
+            self._source = AcceleratorSource(self._accelerator)
+            self.sources.append(self._source)
         self.record["host"] = host
+
+    def learn(self, facts: Mapping[str, object]) -> None:
+        """Take over what the framework knows; open the very device that it uses.
+
+        A container or an environment variable may have renumbered the devices, so that the first
+        of the library is another one than the framework's.
+        """
+        uuid = facts.get("uuid")
+        is_open = self._accelerator is not None and self.record.get("vendor") == "nvidia"
+        if is_open and not self._is_bound and isinstance(uuid, str):
+            self._rebind(uuid)
+        for name in ("compute_units", "last_level_cache_bytes"):
+            if self.record.get(name) is None and facts.get(name) is not None:
+                self.record[name] = facts[name]
+        self._is_bound = True
+
+    def energy_mj(self) -> int | None:
+        """Read the energy counter, in mJ; None where there is none."""
+        return None if self._accelerator is None else self._accelerator.energy_mj()
 
     def close(self) -> None:
         """Release the accelerator's library."""
         if self._accelerator is not None:
             self._accelerator.close()
+
+    def _rebind(self, uuid: str) -> None:
+        from attnrepro_runner import nvml
+
+        try:
+            found = nvml.open_nvml(uuid=uuid)
+        except AcceleratorUnavailable as error:
+            self.record["reason"] = f"the library's first device, since {error}"
+            return
+        # A recorder holds the source, and goes on with another device under it.
+        self._source.device = found
+        self.close()
+        self._accelerator = found
+        described = found.record().to_dict()
+        self.record |= {"name": described["model"], **described}
 
 
 class AcceleratorSource:
@@ -67,7 +103,7 @@ class AcceleratorSource:
 
     def __init__(self, device: Accelerator) -> None:
         """Read an opened device."""
-        self._device = device
+        self.device = device
         self._reads = 0
         self._others: int | None = None
 
@@ -78,10 +114,10 @@ class AcceleratorSource:
         """
         energy = None
         if self._reads % self._COUNT_EVERY == 0:
-            self._others = self._device.other_processes()
-            energy = self._device.energy_mj()
+            self._others = self.device.other_processes()
+            energy = self.device.energy_mj()
         self._reads += 1
-        sample = self._device.sample()
+        sample = self.device.sample()
         throttle = None if sample.throttle is None else " ".join(sample.throttle)
         return (
             sample.sm_clock_mhz,

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 
+from attnrepro_runner.elapsed import elapsed_ns
 from attnrepro_runner.status import Failure, Status, worst
 from attnrepro_runner.stoprule import Series, StopRule
 
@@ -36,6 +37,8 @@ class Measured:
     calls: dict[str, int] = field(default_factory=dict)
     flushed: bool = False
     failed: bool = False
+    span: tuple[int, int] | None = None
+    """Time of the first block's begin and the last one's end (`elapsed_ns`)."""
 
     @property
     def sampling(self) -> bool:
@@ -43,10 +46,17 @@ class Measured:
         return not self.failed and any(s.stop is None for s in self.series.values())
 
     def fail(self, failure: Failure) -> None:
-        """Keep what is known; what was measured so far is lost."""
+        """Keep what is known; samples taken so far stay, and none of them counts."""
         self.entry.update(failure.entry())
         self.failed = True
-        self.series.clear()
+        self.series = {clock: s for clock, s in self.series.items() if s.samples}
+        for series in self.series.values():
+            series.void(f"the subject ended as {failure.status.value} in this launch")
+
+    def demand(self, status: Status, reason: str) -> None:
+        """Take a status if it is worse than the one so far."""
+        if worst(status, Status(str(self.entry["status"]))).value != self.entry["status"]:
+            self.entry |= {"status": status.value, "reason": reason, "place": "sampling"}
 
 
 class CellLaunch:
@@ -82,7 +92,8 @@ class CellLaunch:
             for name in self._shuffle(sampling):
                 if self.measured[name].sampling:
                     self._take(name)
-        for name in self._shuffle([n for n, m in self.measured.items() if m.series]):
+        opened = [n for n, m in self.measured.items() if m.series and not m.failed]
+        for name in self._shuffle(opened):
             self._close(name)
 
     def _shuffle(self, names: list[str]) -> list[str]:
@@ -108,13 +119,22 @@ class CellLaunch:
         discard = SWITCH_DISCARDS if name != self._last else 0
         wanted = [clock for clock, s in measured.series.items() if s.stop is None]
         request = {"do": "block", "clocks": wanted, "count": count, "discard": discard}
+        began = elapsed_ns()
         answer = self._request(name, request)
+        measured.span = (measured.span[0] if measured.span else began, elapsed_ns())
         if answer is None:
             return
         measured.spent_ns += cast("int", answer["spent_ns"])
         samples = cast("Mapping[str, list[int]]", answer["samples"])
+        lost = cast("Mapping[str, str]", answer.get("lost", {}))
+        repeated = cast("Mapping[str, int]", answer.get("repeated", {}))
         for clock in wanted:
             series = measured.series[clock]
+            series.repeated += repeated.get(clock, 0)
+            if clock in lost:
+                series.stop = "failed"
+                measured.demand(Status.INCONCLUSIVE, f"clock {clock}: {lost[clock]}")
+                continue
             series.add(samples[clock], discard)
             series.stop = self._rule.verdict(series.usable, measured.spent_ns)
 
@@ -132,12 +152,10 @@ class CellLaunch:
         short = [c for c, s in measured.series.items() if len(s.usable) < self._rule.fewest]
         if short and measured.entry["status"] == Status.PASS.value:
             n = min(len(measured.series[clock].usable) for clock in short)
-            measured.entry |= {
-                "status": Status.INCONCLUSIVE.value,
-                "reason": f"the budget ended after {n} of {self._rule.fewest} samples "
-                f"({', '.join(short)})",
-                "place": "sampling",
-            }
+            measured.demand(
+                Status.INCONCLUSIVE,
+                f"the budget ended after {n} of {self._rule.fewest} samples ({', '.join(short)})",
+            )
 
     def _request(self, name: str, request: Mapping[str, object]) -> dict[str, object] | None:
         if request["do"] != "close":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-STAGES = ("cold", "check", "memory", "launch")
+STAGES = ("cold", "check", "memory", "launch", "counters")
 
 
 class BadJob(Exception):
@@ -44,6 +44,8 @@ class Job:
     """(cell, subject) that the host knows to be unsupported; no entry is made."""
     shared: Mapping[str, Any]
     """accuracy, bits, timing, device, limits as given: a worker gets them."""
+    path: Path | None = None
+    """File that it was read from."""
 
     @property
     def vendor(self) -> str:
@@ -59,6 +61,12 @@ class Job:
     def total_seconds(self) -> float:
         """Time that all tasks may need."""
         return float(self.shared["limits"].get("total_seconds", 7200))
+
+    @property
+    def clock_policy(self) -> Mapping[str, Any]:
+        """What the manifest wants of the device's clocks."""
+        found: Mapping[str, Any] = self.shared["device"].get("clocks") or {}
+        return found
 
     @property
     def order_seed(self) -> str:
@@ -117,6 +125,7 @@ def load(path: Path) -> Job:
             cells=tuple(document["cells"]),
             subjects={subject["id"]: subject for subject in document["subjects"]},
             unsupported=frozenset((u["cell"], u["subject"]) for u in document["unsupported"]),
+            path=path,
             shared={
                 name: document[name] for name in ("accuracy", "bits", "timing", "device", "limits")
             },

@@ -39,6 +39,21 @@ def torch_device() -> torch.device:
     return torch.device(os.environ.get("ATTNREPRO_DEVICE", "cpu"))
 
 
+def device_facts(device: torch.device) -> dict[str, object]:
+    """Return what the framework knows of its device; the UUID is for this run's own use alone."""
+    if device.type != "cuda":
+        return {}
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    uuid = getattr(found, "uuid", None)
+    return {
+        "compute_units": found.multi_processor_count,
+        "last_level_cache_bytes": found.L2_cache_size,
+        "uuid": None if uuid is None else str(uuid),
+    }
+
+
 def file_digest(path: Path) -> str:
     """Return the lower-case hex SHA-256 of a file, from memory if it has not changed since."""
     status = path.stat()

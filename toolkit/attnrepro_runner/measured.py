@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from attnrepro_runner import clocks, flush, inputs, kernels, oracle, stages, timing
+from attnrepro_runner import clocks, flush, inputs, kernels, oracle, requested, stages, timing
 from attnrepro_runner.status import STOPS_MEASURING, Status
+from attnrepro_runner.subject import appends_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from attnrepro_runner.backends.base import Prepared, Tensors
     from attnrepro_runner.clocks import Clock
     from attnrepro_runner.flush import Flush
     from attnrepro_runner.report import Report
@@ -20,6 +23,17 @@ STREAMS_A_LAUNCH: Final = 1000
 
 SCORES_CHECKED: Final = {"cpu": 1 << 24, "cuda": 1 << 32}
 """Of the oracle before and after timing; the check's own oracle sees all it can afford."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Some samples of each clock."""
+
+    samples: Mapping[str, list[int]]
+    lost: Mapping[str, str]
+    """Clock that failed in this block to the reason."""
+    repeated: Mapping[str, int]
+    """Clock to calls that were made again, since their launch could not be hidden."""
 
 
 class MeasuredCell:
@@ -43,6 +57,8 @@ class MeasuredCell:
         self._device = device
         self._flush = empty
         self._clocks: dict[str, Clock] = {}
+        self._samplers: dict[str, timing.Sampler] = {}
+        self._repeated: dict[str, int] = {}
 
     def open(self, report: Report) -> dict[str, int]:
         """Check, warm up; return the clocks that can be read, with the calls of one sample.
@@ -68,7 +84,7 @@ class MeasuredCell:
             for n in range(sets)
         ]
         report.at("preparation")
-        self._prepared = [subject.bind(workload, tensors) for tensors in self._tensors]
+        self._prepared = self._prepare(report)
         report.at("oracle_before")
         if not self._judge(report, "oracle_before", self._stream):
             return {}
@@ -77,17 +93,21 @@ class MeasuredCell:
         if report.status in STOPS_MEASURING:
             return {}
         report.at("warm-up")
-        self._sampler = timing.Sampler(
+        sampler = timing.Sampler(
             [
                 timing.Target(prepared=p, reads=flush.read_by(t, p))
                 for p, t in zip(self._prepared, self._tensors, strict=True)
             ],
             self._flush,
         )
-        self._make_clocks(report, timing_plan.get("clocks", ["host"]))
+        wanted = list(timing_plan.get("clocks", ["host"]))
+        self._make_clocks(report, [name for name in wanted if name != "request"], sampler)
+        if "request" in wanted and self._cell.request is not None:
+            self._make_request(report, self._cell.request)
         if not self._clocks:
             return {}
         primary = next(iter(self._clocks))
+        report.at("warm-up")
         least, most = timing_plan.get("warmup_seconds", [0.1, 5])
         warmed = timing.warm_up(
             lambda n: self._take(primary, n), least_s=float(least), most_s=float(most)
@@ -97,9 +117,16 @@ class MeasuredCell:
             self._try(report, name, timing.WINDOW_CALLS)
         return dict.fromkeys(self._clocks, 1)
 
-    def block(self, names: Sequence[str], count: int) -> dict[str, list[int]]:
-        """Take a block of samples of each clock, in ns."""
-        return {name: self._take(name, count) for name in names}
+    def block(self, names: Sequence[str], count: int) -> Block:
+        """Take a block of samples of each clock, in ns; a clock that fails loses no other's."""
+        samples: dict[str, list[int]] = {}
+        lost: dict[str, str] = {}
+        for name in names:
+            try:
+                samples[name] = self._take(name, count)
+            except clocks.ClockUnavailable as error:
+                lost[name] = str(error)
+        return Block(samples=samples, lost=lost, repeated=self._repeats(names))
 
     def close(self, report: Report) -> None:
         """Check the timed binding again, on data that it has not seen."""
@@ -109,8 +136,7 @@ class MeasuredCell:
             self._cell.workload, self._cell.inputs, stream=stream, device=self._subject.device
         )
         stages.copy_into(self._tensors[0], fresh)
-        cache = self._cell.workload.cache
-        if cache is not None and cache.append and not cache.append_in_call:
+        if appends_apart(self._cell.workload):
             self._prepared[0].append_step()
         self._judge(report, "oracle_after", stream)
 
@@ -137,8 +163,33 @@ class MeasuredCell:
         if not execution.ok:
             report.demand(Status.FALLBACK, execution.reason)
 
-    def _make_clocks(self, report: Report, wanted: Sequence[str]) -> None:
-        prefixes = ("", "backward_") if self._cell.workload.has_backward else ("",)
+    def _prepare(self, report: Report) -> list[Prepared]:
+        """Bind every set of inputs; what that costs is a figure of its own."""
+        prepared, times = [], []
+        for tensors in self._tensors:
+            one, spent = self._timed_bind(tensors)
+            prepared.append(one)
+            times.append(spent)
+        report.parts["preparation"] = {"prepare_ns": times}
+        return prepared
+
+    def _timed_bind(self, tensors: Tensors) -> tuple[Prepared, int]:
+        subject, workload = self._subject, self._cell.workload
+        subject.synchronize()
+        begin = clocks.now()
+        prepared = subject.backend.prepare(workload, subject.options, tensors)
+        subject.synchronize()
+        spent = clocks.now() - begin
+        if appends_apart(workload):
+            prepared.append_step()
+        return prepared, spent
+
+    def _make_clocks(self, report: Report, wanted: Sequence[str], sampler: timing.Sampler) -> None:
+        prefixes = [""]
+        if self._cell.workload.has_backward:
+            prefixes.append("backward_")
+        if appends_apart(self._cell.workload):
+            prefixes.append("append_")
         for name in wanted:
             for prefix in prefixes:
                 try:
@@ -147,6 +198,20 @@ class MeasuredCell:
                     report.demand(Status.INCONCLUSIVE, f"clock {name}: {error}")
                     continue
                 self._clocks[clock.name] = clock
+                self._samplers[clock.name] = sampler
+
+    def _make_request(self, report: Report, wanted: Mapping[str, Any]) -> None:
+        """Build the request model round this subject, and see where its time goes."""
+        report.at("request")
+        try:
+            found = requested.build(self._subject, self._cell, wanted, self._device)
+        except requested.NoRequest as error:
+            report.demand(Status.INCONCLUSIVE, f"clock request: {error}")
+            return
+        report.parts["request"] = found.description
+        self._clocks["request"] = clocks.HostClock(self._device, "request")
+        target = timing.Target(prepared=found.steps, reads=found.reads)
+        self._samplers["request"] = timing.Sampler([target], self._flush)
 
     def _try(self, report: Report, name: str, count: int) -> None:
         try:
@@ -156,5 +221,17 @@ class MeasuredCell:
             report.demand(Status.INCONCLUSIVE, f"clock {name}: {error}")
 
     def _take(self, name: str, count: int) -> list[int]:
-        backward = name.startswith("backward_")
-        return self._sampler.take(self._clocks[name], count, backward=backward)
+        part = next((p for p in ("backward", "append") if name.startswith(f"{p}_")), None)
+        return self._samplers[name].take(
+            self._clocks[name], count, "step" if part is None else f"{part}_step"
+        )
+
+    def _repeats(self, names: Sequence[str]) -> dict[str, int]:
+        """Return how many calls each clock has made again since this was last asked."""
+        found = {}
+        for name in names:
+            clock = self._clocks[name]
+            if isinstance(clock, clocks.OpClock):
+                found[name] = clock.repeated - self._repeated.get(name, 0)
+                self._repeated[name] = clock.repeated
+        return found

@@ -134,6 +134,9 @@ class NvmlDevice:
             ),
             # NVML can lock clocks but does not tell whether they are locked.
             clocks_locked=None,
+            memory_bus_bits=read.integer(
+                "memory_bus_bits", self._get("nvmlDeviceGetMemoryBusWidth")
+            ),
             absent=dict(read.absent),
         )
 

@@ -8,7 +8,6 @@ that stage and nothing else. Weights and tokens are drawn from fixed seeds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -18,12 +17,14 @@ from attnrepro_runner import orderstats, rope, shares
 from attnrepro_runner.backends.base import Prepared, Tensors, Unsupported
 from attnrepro_runner.inputs import make_inputs
 from attnrepro_runner.marks import Marks, NoMarks, TimedMarks
+from attnrepro_runner.models import check
 from attnrepro_runner.views import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnrepro_runner.backends.base import Backend
+    from attnrepro_runner.models import RequestModel
     from attnrepro_runner.semantics import Workload
 
 _WEIGHT_SEED = 8_2026
@@ -33,47 +34,6 @@ _NORM_EPSILON = 1e-5
 _LEARNING_RATE = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A decoder-only transformer with grouped heads and a gated MLP."""
-
-    hidden: int
-    layers: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    ffn: int
-    vocabulary: int
-    rope_theta: float
-
-
-SIZES = {
-    "llama3_8b": Sizes(
-        hidden=4096,
-        layers=32,
-        heads_q=32,
-        heads_kv=8,
-        head_dim=128,
-        ffn=14336,
-        vocabulary=128256,
-        rope_theta=500000.0,
-    ),
-    "small": Sizes(
-        hidden=256,
-        layers=2,
-        heads_q=4,
-        heads_kv=2,
-        head_dim=64,
-        ffn=512,
-        vocabulary=1024,
-        rope_theta=10000.0,
-    ),
-}
-"""Model to its sizes; `llama3_8b` has those of the published configuration."""
-
-_PHASES = {"training_step": "forward_backward", "prefill": "prefill", "decode_step": "decode"}
-
-
 @runtime_checkable
 class Swappable(Prepared, Protocol):
     """A prepared call that also takes other tensors: what a model's layers need."""
@@ -81,58 +41,6 @@ class Swappable(Prepared, Protocol):
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of tensors of the bound shapes; differentiable in training phases."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestModel:
-    """A model's sizes and what is done with it."""
-
-    name: str
-    sizes: Sizes
-    kind: str
-    """training_step, prefill or decode_step."""
-    layers: int
-
-
-def find(name: str, layers: int | None) -> RequestModel:
-    """Return the model of a manifest's name.
-
-    Raises:
-        ValueError: no such model.
-
-    """
-    for model, sizes in SIZES.items():
-        if name.startswith(f"{model}_"):
-            kind = name.removeprefix(f"{model}_")
-            if kind in _PHASES:
-                return RequestModel(
-                    name=name, sizes=sizes, kind=kind, layers=layers or sizes.layers
-                )
-    msg = f"no request model {name!r}"
-    raise ValueError(msg)
-
-
-def check(model: RequestModel, workload: Workload) -> None:
-    """Raise ValueError where the cell's workload is not the model's attention."""
-    sizes = model.sizes
-    wanted = {
-        "phase": (_PHASES[model.kind], workload.phase),
-        "heads_q": (sizes.heads_q, workload.heads_q),
-        "heads_kv": (sizes.heads_kv, workload.heads_kv),
-        "head_dim": (sizes.head_dim, workload.head_dim),
-        "head_dim_v": (sizes.head_dim, workload.head_dim_v),
-    }
-    for field, (of_model, of_cell) in wanted.items():
-        if of_model != of_cell:
-            msg = f"{model.name} has {field} {of_model}, the workload has {of_cell}"
-            raise ValueError(msg)
-    cache = workload.cache
-    if cache is not None and set(workload.seqlens_q) != {cache.append}:
-        msg = f"{model.name} appends all new keys: cache.append must be seqlen_q"
-        raise ValueError(msg)
-    if model.kind == "decode_step" and cache is None:
-        msg = f"{model.name} needs a cache"
-        raise ValueError(msg)
 
 
 class Request:

@@ -15,7 +15,7 @@ from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.status import STOPS_MEASURING, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attnrepro_runner.backends.base import Outputs, Tensors
     from attnrepro_runner.oracle import Selection
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CHECK_STREAM: Final = 0
 STEADY_CALLS: Final = 5
+REPEATED_CALLS: Final = 10
 SCORES_CHECKED: Final = {"cpu": 1 << 31, "cuda": 1 << 36}
 """Scores that the oracle computes at most; a larger cell is checked in part, and says so."""
 
@@ -202,6 +203,36 @@ def measure_memory(subject: Subject, cell: Cell, report: Report) -> None:
             f"{used.declared_order.value}, which its adapter declares, allows {used.declared_bytes}"
         )
         report.demand(Status.FALLBACK, reason)
+
+
+def repeater(subject: Subject, cell: Cell, report: Report) -> Callable[[float], tuple[int, int]]:
+    """Bind a cell and return what repeats its call for some seconds: calls and ns.
+
+    Calls follow each other without flushing, and the host waits for the device now and then alone.
+
+    Raises:
+        Unsupported: the call cannot be made.
+
+    """
+    report.at("inputs")
+    subject.accept(cell.workload)
+    tensors = inputs.make_inputs(
+        cell.workload, cell.inputs, stream=CHECK_STREAM, device=subject.device
+    )
+    step = subject.bind(cell.workload, tensors).step
+    step()
+    subject.synchronize()
+
+    def repeat(seconds: float) -> tuple[int, int]:
+        calls, begin = 0, clocks.now()
+        while (spent := clocks.now() - begin) < seconds * 1e9:
+            for _ in range(REPEATED_CALLS):
+                step()
+            calls += REPEATED_CALLS
+            subject.synchronize()
+        return calls, spent
+
+    return repeat
 
 
 def selection(workload: Workload, device: str, *, scores: int | None = None) -> Selection | None:

@@ -7,8 +7,9 @@ says.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from attnrepro_runner import orderstats
 
@@ -61,14 +62,24 @@ class StopRule:
         return width <= 2 * self.half_width * median
 
 
+class Discard(TypedDict):
+    """Samples that do not count, and why."""
+
+    first: int
+    count: int
+    reason: str
+
+
 @dataclass
 class Series:
     """Samples of one clock in time order, those that do not count included."""
 
     samples: list[int] = field(default_factory=list)
-    discards: list[dict[str, object]] = field(default_factory=list)
+    discards: list[Discard] = field(default_factory=list)
     usable: list[int] = field(default_factory=list)
     stop: str | None = None
+    repeated: int = 0
+    """Calls that were made again because the clock could not use the first."""
 
     def add(self, block: Sequence[int], discarded: int) -> None:
         """Add a block whose first `discarded` samples do not count."""
@@ -78,3 +89,14 @@ class Series:
             )
         self.samples.extend(block)
         self.usable.extend(block[discarded:])
+
+    def void(self, reason: str) -> None:
+        """Let no sample count, and say why of those that did."""
+        taken = {n for d in self.discards for n in range(d["first"], d["first"] + d["count"])}
+        left = [n for n in range(len(self.samples)) if n not in taken]
+        for _, run in itertools.groupby(enumerate(left), lambda pair: pair[1] - pair[0]):
+            places = [place for _, place in run]
+            self.discards.append({"first": places[0], "count": len(places), "reason": reason})
+        self.discards.sort(key=lambda d: d["first"])
+        self.usable.clear()
+        self.stop = "failed"

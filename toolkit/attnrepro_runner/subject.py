@@ -35,6 +35,8 @@ class Cell:
     label: str
     workload: Workload
     inputs: Mapping[str, Any]
+    request: Mapping[str, Any] | None = None
+    """Request model: model and layers."""
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Cell:
@@ -54,6 +56,7 @@ class Cell:
             label=document["label"],
             workload=workload,
             inputs=document["inputs"],
+            request=document.get("request"),
         )
 
 
@@ -95,8 +98,7 @@ class Subject:
     def bind(self, workload: Workload, tensors: Tensors) -> Prepared:
         """Prepare a call; where the append is a step of its own, it is done."""
         prepared = self.backend.prepare(workload, self.options, tensors)
-        cache = workload.cache
-        if cache is not None and cache.append and not cache.append_in_call:
+        if appends_apart(workload):
             prepared.append_step()
         return prepared
 
@@ -118,6 +120,12 @@ class Subject:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def appends_apart(workload: Workload) -> bool:
+    """Say whether new keys are appended by a step of its own, before the timed call."""
+    cache = workload.cache
+    return cache is not None and cache.append > 0 and not cache.append_in_call
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -33,14 +33,21 @@ class Team:
     """One worker a subject."""
 
     def __init__(
-        self, job: Job, *, start: Callable[[str, str], tuple[Worker, dict[str, str]]]
+        self,
+        job: Job,
+        *,
+        start: Callable[[str, str], tuple[Worker, dict[str, str]]],
+        learn: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
         """Start nothing yet; `start(subject, kind)` gives a process and its recorded environment.
+
+        `learn` is told what a worker's framework knows of its device.
 
         kind: check, native or cold, as the environment differs.
         """
         self._job = job
         self._start = start
+        self._learn = learn
         self._members: dict[str, _Member] = {}
         self._failed_starts: dict[str, Failure] = {}
         self._failures_in_a_row: dict[str, int] = {}
@@ -137,6 +144,8 @@ class Team:
         member.record["math"] = member.hello["math"]
         member.record["environment"] |= cast("Mapping[str, str]", member.hello["facts"])
         self.flush |= cast("Mapping[str, str]", member.hello["flush"])
+        if self._learn is not None:
+            self._learn(cast("Mapping[str, object]", member.hello.get("device", {})))
         return member.hello
 
     def _count_failed_start(self, subject: str, failure: Failure) -> None:

@@ -10,19 +10,18 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from attnrepro_runner.accelerator import AcceleratorUnavailable
+from attnrepro_runner.conditions import between
 from attnrepro_runner.elapsed import elapsed_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from attnrepro_runner.conditions import Conditions
+
 PERIOD_S: Final = 0.04
 ROWS_LIMIT: Final = 100_000
 """Rows kept of a task; then every second one is dropped, and the period doubles."""
-
-SLOWDOWNS: Final = frozenset(
-    {"hardware_slowdown", "hardware_thermal", "hardware_power_brake", "software_thermal"}
-)
-"""Throttle reasons under which times are not the device's."""
 
 Value = int | str | None
 
@@ -101,6 +100,8 @@ class Recorder:
         self._rows: list[list[Value]] = []
         self._errors: list[str] = []
         self.busy_ns = 0
+        self.lost: str | None = None
+        """Why the device is gone; None while it answers."""
 
     def __enter__(self) -> Recorder:
         """Start reading."""
@@ -127,21 +128,11 @@ class Recorder:
             "errors": self._errors,
         }
 
-    def slowed(self, began_ns: int, ended_ns: int) -> list[str]:
-        """Return why the device slowed itself down between two times of `elapsed_ns`.
-
-        Only reasons that no workload brings about by itself: heat, brakes, hardware. Sitting at the
-        power cap is what long attention kernels do.
-        """
-        columns = [c for s in self._sources for c in s.columns]
-        if "throttle" not in columns:
-            return []
-        place = 1 + columns.index("throttle")
-        found: set[str] = set()
-        for row in list(self._rows):
-            if isinstance(row[0], int) and began_ns <= row[0] <= ended_ns:
-                found.update(str(row[place] or "").split())
-        return sorted(found & SLOWDOWNS)
+    def conditions(self, began_ns: int, ended_ns: int) -> Conditions:
+        """Return what was seen between two times of `elapsed_ns`, and one period round them."""
+        period = self._period_ns
+        columns = ["elapsed_ns", *(c for s in self._sources for c in s.columns)]
+        return between(columns, list(self._rows), began_ns - period, ended_ns + period)
 
     def _run(self) -> None:
         due = elapsed_ns()
@@ -152,6 +143,8 @@ class Recorder:
                 try:
                     row.extend(source.read())
                 except Exception as error:  # a source that fails must not end the others
+                    if isinstance(error, AcceleratorUnavailable):
+                        self.lost = str(error)
                     row.extend([None] * len(source.columns))
                     if len(self._errors) < 10:
                         self._errors.append(f"{type(error).__name__}: {error}"[:200])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from attnrepro_runner import clocks, orderstats
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attnrepro_runner.backends.base import Prepared
     from attnrepro_runner.clocks import Clock
     from attnrepro_runner.flush import Flush
 
@@ -23,11 +22,19 @@ STATIONARY: Final = 0.03
 """Greatest relative distance between the medians of the last windows."""
 
 
+class Steps(Protocol):
+    """Something with a step that can be timed: a prepared call, or a request."""
+
+    def step(self) -> object:
+        """Do the work once."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """One of the input sets that are taken in turn."""
 
-    prepared: Prepared
+    prepared: Steps
     reads: Sequence[torch.Tensor]
     """What a flush must reach."""
 
@@ -47,26 +54,29 @@ class Sampler:
         self._flush = flush
         self._next = 0
 
-    def take(self, clock: Clock, count: int, *, backward: bool) -> list[int]:
+    def take(self, clock: Clock, count: int, part: str = "step") -> list[int]:
         """Return samples in ns; Python's garbage collector rests meanwhile.
+
+        Args:
+            clock: what times.
+            count: how many samples.
+            part: step, backward_step or append_step of the prepared call.
 
         Raises:
             ClockUnavailable: as the clock does.
 
         """
+
+        def following() -> Callable[[], object]:
+            return cast("Callable[[], object]", getattr(self._turn(), part))
+
         gc.disable()
         try:
-            return clock.take(count, self._backward if backward else self._whole)
+            return clock.take(count, following)
         finally:
             gc.enable()
 
-    def _whole(self) -> Callable[[], object]:
-        return self._turn().step
-
-    def _backward(self) -> Callable[[], object]:
-        return self._turn().backward_step
-
-    def _turn(self) -> Prepared:
+    def _turn(self) -> Steps:
         target = self._targets[self._next]
         self._next = (self._next + 1) % len(self._targets)
         self._flush(target.reads)

@@ -52,6 +52,7 @@ class Service:
         self._open: MeasuredCell | None = None
         self._flush: Flush | None = None
         self._device: clocks.DeviceApi | None = None
+        self._repeat: Callable[[float], tuple[int, int]] | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, object]:
         """Do what is asked; an exception becomes a failure, never the end of the process."""
@@ -91,6 +92,7 @@ class Service:
             "framework": f"torch {torch.__version__}",
             "math": mathflags.read_back(),
             "flush": self._flush.describe(),
+            "device": libraries.device_facts(device),
             "facts": {
                 "torch_threads": str(torch.get_num_threads()),
                 "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -159,8 +161,39 @@ class Service:
         self._note("sampling")
         count = int(request["discard"]) + int(request["count"])
         begin = clocks.now()
-        samples = self._open.block(request["clocks"], count)
-        return {"samples": samples, "spent_ns": clocks.now() - begin}
+        block = self._open.block(request["clocks"], count)
+        return {
+            "samples": block.samples,
+            "lost": block.lost,
+            "repeated": block.repeated,
+            "spent_ns": clocks.now() - begin,
+        }
+
+    def do_ceilings(self, request: Mapping[str, Any]) -> dict[str, object]:
+        """Measure what the device reaches: copying, reading, one product a dtype."""
+        from attnrepro_runner import ceilings
+
+        self._note("ceilings")
+        found = ceilings.measure(request["dtypes"], self._subject.device)
+        return {"ceilings": [ceiling.to_dict() for ceiling in found]}
+
+    def do_ready(self, request: Mapping[str, Any]) -> dict[str, object]:
+        """Bind a cell so that its call can be repeated back to back."""
+        from attnrepro_runner import stages
+
+        self._repeat = None
+
+        def work(cell: Cell, report: Report) -> None:
+            self._repeat = stages.repeater(self._subject, cell, report)
+
+        return self._cell(request, work).entry()
+
+    def do_repeat(self, request: Mapping[str, Any]) -> dict[str, object]:
+        """Repeat the bound call for a while; say how often, and how long that took."""
+        assert self._repeat is not None
+        self._note("repeating")
+        calls, spent = self._repeat(float(request["seconds"]))
+        return {"calls": calls, "spent_ns": spent}
 
     def do_close(self, request: Mapping[str, Any]) -> dict[str, object]:
         """Check the cell again and let it go."""

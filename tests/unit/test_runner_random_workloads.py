@@ -55,10 +55,11 @@ def workloads(draw: st.DrawFn) -> Workload:
     if phase in ("prefill", "decode"):
         kind = draw(st.sampled_from([None, "contiguous", "paged"]))
         if kind is not None:
+            append = draw(st.integers(0, 2))
             document["cache"] = {
                 "kind": kind,
-                "append": draw(st.integers(0, 2)),
-                "append_in_call": draw(st.booleans()),
+                "append": append,
+                "append_in_call": append > 0 and draw(st.booleans()),
                 "capacity": draw(st.sampled_from([None, 100])),
                 "page_size": draw(st.sampled_from([8, 32])) if kind == "paged" else None,
             }

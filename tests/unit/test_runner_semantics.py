@@ -230,6 +230,10 @@ def test_all_defects_at_once() -> None:
         ({"phase": "decode", "cache": {"kind": "contiguous", "capacity": 4}}, "/cache/capacity"),
         ({"phase": "decode", "cache": {"kind": "contiguous", "append": 9}}, "/cache/append"),
         (
+            {"phase": "decode", "cache": {"kind": "contiguous", "append_in_call": True}},
+            "/cache/append_in_call",
+        ),
+        (
             {"phase": "decode", "cache": {"kind": "paged", "page_size": 4, "pool_pages": 1}},
             "/cache/pool_pages",
         ),

@@ -227,6 +227,8 @@ def probe_alibi(bench: ProbeBench) -> Level:
     errors = dict.fromkeys(candidates, 0.0)
     fit = energy = 0.0
     for (b, h), found in weights.items():
+        if not found.numel():
+            continue
         declared, logs, visible = _alibi_rows(workload, found, b, slopes[h])
         fit += float((logs * declared)[visible].sum())
         energy += float(declared.square()[visible].sum())

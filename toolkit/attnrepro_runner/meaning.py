@@ -44,6 +44,8 @@ def check(workload: Workload, top: Reader) -> None:
         shortest = min(*workload.seqlens_q, *workload.seqlens_k)
         if cache.append > shortest:
             top.defect("/cache/append", cache.append, f"at most the shortest sequence, {shortest}")
+        if cache.append_in_call and not cache.append:
+            top.defect("/cache/append_in_call", True, "false where nothing is appended")
         needed = workload.batch * workload.pages_per_sequence
         if cache.pool_pages is not None and cache.pool_pages < needed:
             top.defect("/cache/pool_pages", cache.pool_pages, f"at least {needed}, for no sharing")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from host_fakes import FakeEngine
 
-from attnrepro.errors import Unavailable
+from attnrepro.errors import Unavailable, UsageError
 from attnrepro.placement import check_architecture, list_form, place, spread
 
 
@@ -66,10 +66,19 @@ def test_gpu_of_another_architecture_is_refused() -> None:
         check_architecture(["sm_90"], {"reason": "no driver"})
 
 
-@pytest.mark.parametrize("policy", ["require", "lock"])
-def test_clocks_that_are_not_set_are_refused(policy: str) -> None:
-    clocks = {"policy": policy, "sm_mhz": 1200}
-    with pytest.raises(Unavailable, match="only observed"):
+def test_a_clock_is_locked_by_the_flag_and_the_manifest_together() -> None:
+    clocks = {"policy": "lock", "sm_mhz": 1200}
+    with pytest.raises(UsageError, match="--lock-clocks is not given"):
+        place(asked(vendor="nvidia", clocks=clocks), FakeEngine(), device=None)
+    with pytest.raises(UsageError, match="with the clock policy observe"):
+        place(asked(vendor="nvidia"), FakeEngine(), device=None, lock_clocks=True)
+    with pytest.raises(Unavailable, match="of amd is not set"):
+        place(asked(vendor="amd", clocks=clocks), FakeEngine(), device=None, lock_clocks=True)
+
+
+def test_a_required_clock_is_the_runners_to_hold_to() -> None:
+    clocks = {"policy": "require", "sm_mhz": 1200}
+    with pytest.raises(Unavailable, match="cannot give a GPU"):  # past the clocks
         place(asked(vendor="nvidia", clocks=clocks), FakeEngine(), device=None)
 
 

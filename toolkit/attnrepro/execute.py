@@ -41,6 +41,9 @@ GRACE_SECONDS: Final = 60
 """The runner keeps the time limit itself and says which cells it hit; the container is killed only
 where the runner has not ended so much later."""
 
+DEVICE_LOST: Final = 9
+"""Exit code by which the runner says that its device is gone."""
+
 _FREE_BYTES: Final = 16 << 20
 
 
@@ -254,6 +257,9 @@ def _ending(
         message = f"no space left on the disk of {folder.path}"
         raise UsageError(message, hint="free some space; then the same command goes on from here")
     code = status.code
+    if code == DEVICE_LOST:
+        message = f"the device vanished: {tail or 'its library does not answer'}"
+        raise Unavailable(message, hint="once it is back, the same command goes on from here")
     if code is not None and code > 128:
         message = f"the container was ended from outside (signal {code - 128}) before it was done"
         raise Unavailable(message, hint="the same command goes on from here")

@@ -62,8 +62,13 @@ class UsedImage:
         }
 
 
-def check_members(jobs: Sequence[Mapping[str, Any]], clocks: int) -> None:
-    """Refuse, before anything runs, what would not fit into one artifact. Raises UsageError."""
+def check_members(jobs: Sequence[Mapping[str, Any]], clocks: Sequence[str]) -> None:
+    """Refuse, before anything runs, what would not fit into one artifact. Raises UsageError.
+
+    Args:
+        jobs: what the runner will be given.
+        clocks: of the manifest; a backward and an append of its own are timed by each, too.
+    """
     launches = {
         (task["id"], subject)
         for job in jobs
@@ -75,12 +80,21 @@ def check_members(jobs: Sequence[Mapping[str, Any]], clocks: int) -> None:
     for job in jobs:
         for cell in job["cells"]:
             for subject in cell["subjects"]:
-                cells[subject] = cells.get(subject, 0) + 1
-    count = clocks * sum(cells.get(subject, 0) for _, subject in launches)
+                cells[subject] = cells.get(subject, 0) + _series(cell, clocks)
+    count = sum(cells.get(subject, 0) for _, subject in launches)
     limit = container.MAX_MEMBERS - _OTHER_MEMBERS
     if count > limit:
         message = f"this run would give {count} series of samples; an artifact holds {limit}"
         raise UsageError(message, hint="fewer cells, subjects or launches, or several manifests")
+
+
+def _series(cell: Mapping[str, Any], clocks: Sequence[str]) -> int:
+    """Series of samples of one launch of a subject in a cell."""
+    cache = cell["workload"].get("cache")
+    parts = 1 + (cell["workload"]["phase"] == "forward_backward")
+    parts += cache is not None and cache["append"] > 0 and not cache["append_in_call"]
+    calls = [clock for clock in clocks if clock != "request"]
+    return int(parts) * len(calls) + int("request" in clocks and cell["request"] is not None)
 
 
 def content(

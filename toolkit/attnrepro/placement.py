@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from attnrepro.errors import Unavailable
+from attnrepro.errors import Unavailable, UsageError
 from attnrepro.execute import Placement
 
 if TYPE_CHECKING:
@@ -28,18 +28,26 @@ class HasDoors(Protocol):
         ...
 
 
-def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) -> Placement:
+def place(
+    manifest: Mapping[str, Any],
+    engine: Engine,
+    *,
+    device: str | None,
+    lock_clocks: bool = False,
+) -> Placement:
     """Choose the device that a manifest asks for.
 
     Args:
         manifest: canonical.
         engine: through which it enters.
         device: `--device`: which one of several (`nvidia:1`); None is the first.
+        lock_clocks: `--lock-clocks`: whether the user allows the device's clock to be set.
 
-    Raises Unavailable where this machine lacks it.
+    Raises UsageError where flag and manifest disagree on the clock, Unavailable where this machine
+    lacks the device.
     """
     wanted, memory = manifest["device"], manifest["limits"]["memory_bytes"]
-    _check_ability(wanted)
+    _check_ability(wanted, lock_clocks=lock_clocks)
     check_architecture(wanted["architectures"], here(wanted["vendor"], wanted["threads"]))
     if wanted["vendor"] == "cpu":
         threads = wanted["threads"]
@@ -63,11 +71,19 @@ def place(manifest: Mapping[str, Any], engine: Engine, *, device: str | None) ->
     return Placement(device_id=access.device_id, cpuset=None, memory_bytes=memory, gpu=access)
 
 
-def _check_ability(wanted: Mapping[str, Any]) -> None:
-    """Refuse what a run here does not do, rather than do something else. Raises Unavailable."""
+def _check_ability(wanted: Mapping[str, Any], *, lock_clocks: bool) -> None:
+    """Refuse what a run here does not do, rather than do something else."""
     policy = wanted["clocks"]["policy"]
-    if policy != "observe":
-        message = f"the manifest wants its clocks by the policy {policy}; clocks are only observed"
+    if policy == "lock" and not lock_clocks:
+        message = "the manifest wants the device's clock locked, and --lock-clocks is not given"
+        raise UsageError(
+            message, hint='give it (as root), or set device.clocks.policy to "require"'
+        )
+    if lock_clocks and policy != "lock":
+        message = f"--lock-clocks with the clock policy {policy}"
+        raise UsageError(message, hint='set device.clocks.policy to "lock", with sm_mhz')
+    if policy == "lock" and wanted["vendor"] != "nvidia":
+        message = f"the clock of a device of {wanted['vendor']} is not set from here"
         raise Unavailable(message, hint='set device.clocks.policy to "observe"')
     if wanted["count"] != 1:
         message = f"the manifest asks for {wanted['count']} devices; a run takes one"

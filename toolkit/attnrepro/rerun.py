@@ -209,7 +209,9 @@ def _check_device(original: Verified, asked: Asked) -> None:
     manifest = original.manifest
     vendor, threads = manifest["device"]["vendor"], manifest["device"]["threads"]
     here = scope.device_class(placement.here(vendor, threads))
-    reason = scope.outside(manifest["bits"], original.predicate["device_class"], here)
+    reason = scope.outside(
+        manifest["bits"], original.predicate["device_class"], here, before_the_run=True
+    )
     if reason is not None and not asked.on_other_device:
         message = f"this device is outside the scope that the artifact declares: {reason}"
         hint = "--on-other-device runs it all the same; then no difference is a failure"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from attnrepro import repeatable
+from attnrepro import evidence, repeatable
 from attnrepro.compare import published, statistics
 from attnrepro.errors import AttnreproError
 
@@ -38,9 +38,6 @@ UNTIMED: Final = frozenset({"UNSUPPORTED", "FALLBACK", "INCORRECT", "INVALID"})
 
 COMPARABLE: Final = frozenset({"PASS", "NONDETERMINISTIC"})
 
-EVIDENCE: Final = ("availability", "probes", "bits", "execution", "cold", "memory", "request")
-"""Parts of an entry that are copied as they are."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -59,6 +56,8 @@ class Context:
     """Cell to backends of its stacks that claim it and were not compared."""
     missing: tuple[str, str] | None = None
     """Status and reason of what has no result because the whole container was ended."""
+    device_identity: str | None = None
+    """Keyed digest of the device (`deviceidentity`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,22 +196,7 @@ def _subject(
         "timing": {},
         "comparisons": [],
     }
-    for part in EVIDENCE:
-        for _, entry in found:
-            if part in entry:
-                merged.setdefault(part, entry[part])
-    oracle = [
-        {"task": task["task"], "when": when, "oracle": entry[f"oracle_{when}"]}
-        for task, entry in found
-        for when in ("before", "after")
-        if f"oracle_{when}" in entry
-    ]
-    if oracle:
-        merged["oracle"] = oracle
-    warmups = [{"task": t["task"], "warmup": e["warmup"]} for t, e in found if "warmup" in e]
-    if warmups:
-        merged["warmups"] = warmups
-    return merged
+    return merged | evidence.collect(found)
 
 
 def _status(
@@ -329,6 +313,10 @@ def _observations(
     context: Context,
 ) -> JsonObject:
     first = results[0] if results else {"device": {}, "environment": {}}
+    device = dict(first["device"])
+    if context.device_identity is not None:
+        device["identity"] = context.device_identity
+    measured = evidence.ceilings(results)
     statuses = [subject["status"] for cell in cells for subject in cell["subjects"]]
     unsupported, passed = statuses.count("UNSUPPORTED"), statuses.count("PASS")
     return {
@@ -351,9 +339,10 @@ def _observations(
             "contained": context.contained,
             "facts": dict(context.facts),
         },
-        "device": first["device"],
+        "device": device,
         "environment": first["environment"],
         "tasks": [_task(task, first) for task in results],
+        **({"ceilings": measured} if measured else {}),
         "cells": list(cells),
         "summary": {
             "passed": passed,

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnrepro import __version__, files, packing, results, runfolder, runnerwheel, schema
+from attnrepro import (
+    __version__,
+    deviceidentity,
+    files,
+    packing,
+    results,
+    runfolder,
+    runnerwheel,
+    schema,
+)
 from attnrepro.artifact import keys, sign
 from attnrepro.compare import scope
 from attnrepro.engines.lock import device_lock, run_lock
@@ -25,6 +35,7 @@ from attnrepro.usedimages import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from attnrepro.artifact.content import Content
     from attnrepro.engines.base import Engine
@@ -51,6 +62,10 @@ class Options:
     """Whether an existing output is replaced."""
     device: str | None = None
     """Which device of several."""
+    counters: bool = False
+    """Whether a pass under a profiler of hardware counters is added."""
+    lock_clocks: bool = False
+    """Whether the manifest may lock the device's clock."""
     invocation: tuple[str, ...] = ()
     """The command line, for the statement."""
     passphrase: Callable[[], str] | None = None
@@ -135,19 +150,25 @@ def perform(
 ) -> Performed:
     """Run a manifest with a given runner; everything but signing and writing."""
     contained = engine.facts().contained
-    placement = place(manifest.document, engine, device=options.device)
+    placement = place(
+        manifest.document, engine, device=options.device, lock_clocks=options.lock_clocks
+    )
     refs = distinct(subject.image for subject in manifest.subjects)
     ready = {ref: images.get(ref, progress) for ref in refs} if contained else {}
-    plan = planning.plan(manifest, adapters=_adapters(ready))
+    plan = planning.plan(manifest, adapters=_adapters(ready), counters=options.counters)
     expected = cost.estimate(manifest, plan, map(stacks.find, refs) if contained else ())
     progress(f"{manifest.name}: {len(manifest.cells)} cells, {expected.text()}")
     packing.check_members(
         [segment.job("0" * 16) for segment in plan.segments],
-        clocks=len(manifest.document["timing"]["clocks"]) + 1,
+        clocks=manifest.document["timing"]["clocks"],
     )
-    key = _key(manifest, ready, engine, runner, placement)
+    key = _key(manifest, ready, engine, runner, placement, counters=options.counters)
     folder = runfolder.open_folder(options.runs, manifest.name, key)
-    with run_lock(folder.path), device_lock(placement.device_id):
+    with (
+        run_lock(folder.path),
+        device_lock(placement.device_id),
+        _clock(manifest, placement),
+    ):
         state = folder.start(key)
         if state.resumed:
             progress(f"resumed: {folder.path} goes on since {state.started_utc}")
@@ -170,7 +191,9 @@ def perform(
             total_seconds=manifest.document["limits"]["total_seconds"],
             progress=progress,
         )
-        merged = _merge(manifest, segments, executed, engine, folder, plan.uncompared)
+        vendor = manifest.document["device"]["vendor"]
+        identity = deviceidentity.identify(vendor, placement.device_id)
+        merged = _merge(manifest, segments, executed, engine, folder, plan.uncompared, identity)
         return _packed(manifest, merged, segments, list(ready.values()), runner, folder, options)
 
 
@@ -212,9 +235,12 @@ def _key(
     engine: Engine,
     runner: RunnerWheel,
     placement: Placement,
+    *,
+    counters: bool,
 ) -> str:
     return runfolder.key_of(
         {
+            **({"counters": "true"} if counters else {}),
             "manifest": manifest.sha256,
             "images": sorted(image.identity.manifest_digest for image in ready.values()),
             "engine": engine.name,
@@ -224,6 +250,16 @@ def _key(
             "tool": __version__,
         }
     )
+
+
+def _clock(manifest: Manifest, placement: Placement) -> AbstractContextManager[None]:
+    """Hold the device's clock, where the manifest says so and the flag allowed it."""
+    wanted = manifest.document["device"]["clocks"]
+    if wanted["policy"] != "lock":
+        return nullcontext()
+    from attnrepro.engines import gpuclocks
+
+    return gpuclocks.locked(placement.device_id, int(wanted["sm_mhz"]))
 
 
 def _checked_job(job: JsonObject) -> JsonObject:
@@ -240,6 +276,7 @@ def _merge(
     engine: Engine,
     folder: RunFolder,
     uncompared: Mapping[str, Sequence[str]],
+    device_identity: str | None,
 ) -> Merged:
     facts = engine.facts()
     described = {**facts.detail, "store": facts.store, "runtime": facts.runtime}
@@ -268,6 +305,7 @@ def _merge(
             facts={**described, **executed.facts},
             uncompared=uncompared,
             missing=executed.missing,
+            device_identity=device_identity,
         ),
     )
     for kind, document in (

@@ -33,7 +33,7 @@ def check(
         for subject in cell["subjects"]:
             for clock, timing in subject["timing"].items():
                 where = f"cell {cell['id']}, {subject['subject']}, clock {clock[:40]!r}"
-                if clock.removeprefix("backward_") not in asked["clocks"]:
+                if clock.removeprefix("backward_").removeprefix("append_") not in asked["clocks"]:
                     _refuse("member", f"{where}: the manifest does not ask for this clock")
                 _check_clock(where, timing, members, used, asked)
         for subject in cell["subjects"]:

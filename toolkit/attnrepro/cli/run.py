@@ -41,6 +41,19 @@ def run(
     fail_on: Annotated[
         FailOn | None, typer.Option(help="Exit 7 where a candidate is slower, or not faster.")
     ] = None,
+    counters: Annotated[
+        bool,
+        typer.Option(
+            "--counters", help="Add a pass under ncu, where the image has it; its clocks stay."
+        ),
+    ] = False,
+    lock_clocks: Annotated[
+        bool,
+        typer.Option(
+            "--lock-clocks",
+            help="Let the manifest lock this device's clock; given back at the end.",
+        ),
+    ] = False,
     runs: Annotated[Path, typer.Option(help="Folder in which unfinished runs are kept.")] = Path(
         "attnrepro-runs"
     ),
@@ -73,6 +86,8 @@ def run(
             runs=runs,
             replace=force,
             device=device,
+            counters=counters,
+            lock_clocks=lock_clocks,
             invocation=("attnrepro", *sys.argv[1:]),
             passphrase=choices.passphrase,
         ),

@@ -77,6 +77,7 @@ def launch_timing(
         "stop": entry["stop"],
         "flushed": entry["flushed"],
         "calls_per_sample": entry["calls_per_sample"],
+        **({"repeated": entry["repeated"]} if "repeated" in entry else {}),
         "median": median(ordered),
         "interval": interval(ordered, confidence),
         "tails": [statistic for q in tails for statistic in tail(ordered, q, confidence)],

@@ -42,7 +42,11 @@ def device_class(device: Mapping[str, Any]) -> JsonObject:
 
 
 def outside(
-    bits: Mapping[str, Any], declared: Mapping[str, Any], here: Mapping[str, Any]
+    bits: Mapping[str, Any],
+    declared: Mapping[str, Any],
+    here: Mapping[str, Any],
+    *,
+    before_the_run: bool = False,
 ) -> str | None:
     """Why a device is outside the scope that was declared on another one; None if it is inside.
 
@@ -50,10 +54,14 @@ def outside(
         bits: the manifest's bit contract.
         declared: class of the device on which the artifact was made.
         here: class of this device.
+        before_the_run: only what is known of this device counts; the framework tells the rest.
     """
     if bits["profile"] == "portable":
         declared, here = _as_portable(declared), _as_portable(here)
-    return _first_difference(_SCOPES[bits["scope"]], declared, here)
+    fields = _SCOPES[bits["scope"]]
+    if before_the_run:
+        fields = tuple(name for name in fields if here.get(name) is not None)
+    return _first_difference(fields, declared, here)
 
 
 def other_class(declared: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -81,6 +81,7 @@ def plan(
     adapters: Mapping[ImageRef, str | None] | None = None,
     capabilities: Mapping[ImageRef, Capability] | None = None,
     device: Device | None = None,
+    counters: bool = False,
 ) -> Plan:
     """Plan a run.
 
@@ -89,6 +90,7 @@ def plan(
         adapters: Module of the backend adapter that an image of the user's own carries.
         capabilities: Claims by image; of an image that is not there, the stack's own are read.
         device: Where it runs; None is what the manifest names.
+        counters: Whether a pass under a profiler of hardware counters is added.
 
     Raises:
         InvalidDocument: a stack is not known, or its claims are not valid.
@@ -119,7 +121,7 @@ def plan(
     for number, ref in enumerate(groups):
         subjects = [s for s in manifest.subjects if s.image == ref and runs[s.id]]
         suffix = "" if whole else f"-{_GROUP_NAMES[number]}"
-        tasks = _tasks(manifest, subjects, suffix)
+        tasks = _tasks(manifest, subjects, suffix, counters=counters)
         document = _document(manifest, ref, refused, unsupported, (adapters or {}).get(ref))
         parts = [tasks] if whole else [[t for t in tasks if t.launch is None]]
         parts += [] if whole else [[t] for t in tasks if t.launch is not None]
@@ -192,12 +194,15 @@ def order(seed: object, launch: int, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=key))
 
 
-def _tasks(manifest: Manifest, subjects: Sequence[Subject], suffix: str) -> list[Task]:
+def _tasks(
+    manifest: Manifest, subjects: Sequence[Subject], suffix: str, *, counters: bool
+) -> list[Task]:
     timing = manifest.document["timing"]
     everyone = tuple(s.id for s in subjects)
     timed = tuple(s.id for s in subjects if s.is_timed)
     launches = int(timing["launches"])
     once = [("check", everyone)]
+    once += [("counters", timed)] if counters else []
     if launches:
         once += [("cold", timed)] if timing["cold_start"] else []
         once += [("memory", timed)] if timing["memory"] else []

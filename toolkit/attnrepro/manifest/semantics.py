@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnrepro import schema_words
 from attnrepro.errors import Problem
 from attnrepro.jsonio import MAX_INTEGER
+from attnrepro_runner import models
 from attnrepro_runner.fields import DTYPE_BYTES, TENSOR_NAMES
 from attnrepro_runner.semantics import Workload, WorkloadError
 from attnrepro_runner.work import Work, work_of
@@ -145,6 +146,16 @@ def _complaints(cell: Cell, *, timed: bool) -> Iterator[Complaint]:
                 fix=_FIXES.get(defect.pointer, "choose an allowed value"),
             )
         return
+    if cell.request is not None:
+        try:
+            models.check(models.find(cell.request["model"], cell.request["layers"]), parsed)
+        except ValueError as error:
+            yield Complaint(
+                pointer="/request/model",
+                found=f'"{cell.request["model"]}" with another attention: {error}',
+                allowed="the model's own attention in every cell",
+                fix="choose another model, change the workload, or set request to null",
+            )
     if not any(c.pointer == "/workload" for c in own) and _tensor_bytes(parsed) > MAX_INTEGER:
         yield _overflow(_tensor_bytes(parsed))
 

@@ -143,16 +143,17 @@ def test_cut_stream_is_told(made: bundle.Bundle, tmp_path: Path) -> None:
 def test_launcher_finds_package_and_client(tmp_path: Path) -> None:
     site = tmp_path / "payload" / "site" / "attnrepro"
     site.mkdir(parents=True)
-    (site / "__main__.py").write_text("import sys; print('package', sys.argv[1:])")
-    path = bundle_install.launcher(tmp_path, sys.executable)
+    (site / "__main__.py").write_text(
+        "import os, sys; print('package', sys.argv[1:], os.environ['DOCKER_HOST'])"
+    )
+    path = bundle_install.launcher(tmp_path, sys.executable, tmp_path / "d.sock")
     done = subprocess.run([path, "doctor", "a b"], capture_output=True, text=True, check=True)
-    assert done.stdout == "package ['doctor', 'a b']\n"
+    assert done.stdout == f"package ['doctor', 'a b'] unix://{tmp_path}/d.sock\n"
 
 
 def test_engine_that_does_not_start_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundle_install, "SOCKET", tmp_path / "d.sock")
     monkeypatch.setattr(bundle_install, "mount_cgroups", lambda: None)
     monkeypatch.setattr(bundle_install.os, "getuid", lambda: 0)
     engine = tmp_path / "payload" / "engine" / "bin"
@@ -161,7 +162,7 @@ def test_engine_that_does_not_start_is_told(
         (engine / name).write_text("#!/bin/sh\necho cannot do it >&2\nexit 1\n")
         (engine / name).chmod(0o755)
     with pytest.raises(bundle_install.Failure, match="cannot do it"):
-        bundle_install.start_engine(tmp_path)
+        bundle_install.start_engine(tmp_path, tmp_path / "d.sock")
 
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:

@@ -133,12 +133,12 @@ def unpack(spool: Path, document: dict[str, list[dict[str, str]]], into: Path) -
     new.replace(payload)
 
 
-def answers() -> bool:
-    """Whether a Docker daemon answers on the default socket."""
+def answers(address: Path) -> bool:
+    """Whether a Docker daemon answers on a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(5)
         try:
-            probe.connect(str(SOCKET))
+            probe.connect(str(address))
             probe.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
             return b" 200 " in probe.recv(64)
         except OSError:
@@ -152,10 +152,10 @@ def mount_cgroups() -> None:
         subprocess.run(["mount", "-t", "cgroup2", "none", str(place)], check=False)
 
 
-def start_engine(into: Path) -> None:
+def start_engine(into: Path, address: Path) -> None:
     """Start the bundle's dockerd in a session of its own, or use the engine that is there."""
-    if answers():
-        say(f"an engine answers at {SOCKET}")
+    if answers(address):
+        say(f"an engine answers at {address}")
         return
     if os.getuid() != 0:
         message = "starting dockerd needs root"
@@ -170,7 +170,7 @@ def start_engine(into: Path) -> None:
     (state / "docker.pid").unlink(missing_ok=True)
     environment = {**os.environ, "PATH": f"{engine / 'bin'}:{os.environ.get('PATH', os.defpath)}"}
     command = [str(engine / "bin" / "dockerd"), f"--config-file={config}"]
-    command += [f"--pidfile={state / 'docker.pid'}", f"--host=unix://{SOCKET}"]
+    command += [f"--pidfile={state / 'docker.pid'}", f"--host=unix://{address}"]
     programs = [command[0], str(engine / "bin" / "runc")]
     if any(
         subprocess.run([program, "--version"], capture_output=True, check=False).returncode
@@ -188,7 +188,7 @@ def start_engine(into: Path) -> None:
             start_new_session=True,
         )
     for _ in range(300):
-        if answers():
+        if answers(address):
             say(f"dockerd runs, pid {daemon.pid}")
             return
         if daemon.poll() is not None:
@@ -199,24 +199,26 @@ def start_engine(into: Path) -> None:
     raise Failure(message)
 
 
-def launcher(into: Path, python: str) -> Path:
+def launcher(into: Path, python: str, address: Path) -> Path:
     """Write the command `attnrepro` that uses the bundled package and the engine's client."""
     path = into / "bin" / "attnrepro"
     path.parent.mkdir(parents=True, exist_ok=True)
     payload = into / "payload"
     path.write_text(
         "#!/bin/sh\n"
-        f'PYTHONPATH="{payload / "site"}" PATH="{payload / "engine" / "bin"}:$PATH" '
+        f'export PYTHONPATH="{payload / "site"}" PATH="{payload / "engine" / "bin"}:$PATH"\n'
+        f'export DOCKER_HOST="unix://{address}"\n'
         f'exec "{python}" -m attnrepro "$@"\n'
     )
     path.chmod(0o755)
     return path
 
 
-def prepare(into: Path, python: str) -> None:
+def prepare(into: Path, python: str, address: Path) -> None:
     """Hand over to the bundled package, which makes and loads the images."""
     payload = into / "payload"
     environment = {**os.environ, "PYTHONPATH": str(payload / "site")}
+    environment["DOCKER_HOST"] = f"unix://{address}"
     environment["PATH"] = f"{payload / 'engine' / 'bin'}:{environment.get('PATH', os.defpath)}"
     command = [python, "-m", "attnrepro.images.bundle_finish", str(payload)]
     if code := subprocess.run(command, env=environment, check=False).returncode:
@@ -229,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--into", type=Path, default=Path("/opt/attnrepro"))
     parser.add_argument("--python", default=sys.executable, help="the Python that imports torch")
+    parser.add_argument("--socket", type=Path, default=SOCKET, help="where Docker listens")
     parser.add_argument("--bundle", type=Path, default=Path(__file__).resolve().parent)
     chosen = parser.parse_args(arguments)
     into, spool = chosen.into.resolve(), chosen.into.resolve() / "parts"
@@ -243,9 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"all {len(document['parts'])} parts are whole; unpacking")
         unpack(spool, document, into)
         say("starting the engine")
-        start_engine(into)
-        prepare(into, chosen.python)
-        say(f"ready: {launcher(into, chosen.python)} doctor")
+        start_engine(into, chosen.socket)
+        prepare(into, chosen.python, chosen.socket)
+        say(f"ready: {launcher(into, chosen.python, chosen.socket)} doctor")
     except (Failure, OSError, ValueError) as error:
         say(f"failed: {error}")
         return FAILED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import Annotated
 
@@ -45,7 +44,9 @@ def doctor(
         )
         return
     if aa:
-        found = import_module("attnrepro.aa").doctor_aa(progress)
+        from attnrepro.aa import doctor_aa
+
+        found = doctor_aa(progress)
         emit(found.document(), as_json=as_json, text=found.text)
         return
     installed = install.install_engine(progress) if fix else []

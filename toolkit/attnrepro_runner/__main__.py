@@ -1,6 +1,9 @@
-"""`python -m attnrepro_runner JOB.json OUT`: run a job's tasks. Also `preflight` and `mutants`.
+"""`python -m attnrepro_runner JOB.json OUT`: run a job.
 
-Exit status: 0 all tasks written, 3 bad job, 10 interrupted (finished tasks stay), 70 internal.
+Also `preflight`, `mutants`, `smoke`, `fidelity`, each a table or a document for people.
+
+Exit status: 0 all tasks written, 3 bad job, 9 the device vanished, 10 interrupted (both times
+finished tasks stay), 70 internal.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from pathlib import Path
 USAGE = """usage: python -m attnrepro_runner JOB.json OUT
        python -m attnrepro_runner preflight
        python -m attnrepro_runner mutants [ARGUMENTS]
+       python -m attnrepro_runner fidelity [ARGUMENTS]
+       python -m attnrepro_runner smoke [BACKEND]
 """
 
 
@@ -21,6 +26,14 @@ def main(arguments: list[str]) -> int:
             from attnrepro_runner import worker
 
             return worker.main(int(requests), int(answers))
+        case ["count", job, cell, subject]:
+            from attnrepro_runner import counters
+
+            return counters.main(Path(job), cell, subject)
+        case ["fidelity", *rest]:
+            from attnrepro_runner import fidelity
+
+            return fidelity.main(rest)
         case ["preflight"]:
             from attnrepro_runner import preflight
 
@@ -29,6 +42,10 @@ def main(arguments: list[str]) -> int:
             from attnrepro_runner import mutants
 
             return mutants.main(rest)
+        case ["smoke", *rest]:
+            from attnrepro_runner import smoke
+
+            return smoke.main(rest)
         case [job, out]:
             from attnrepro_runner import coordinator
 

@@ -38,7 +38,15 @@ _CHANGES_RESULTS: Final = (
 )
 """Prefixes of variables that a worker does not inherit."""
 
-_KEPT: Final = frozenset({"PYTHONPATH", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"})
+_KEPT: Final = frozenset(
+    {
+        "PYTHONPATH",
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        # An image whose flash-attn has only Triton kernels sets it; the backend's flags record it.
+        "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+    }
+)
 _SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY")
 
 # What torch and oneDNN call an instruction set, best first, with the flags that it takes.

@@ -31,7 +31,11 @@ class Graft:
 
     def holds(self, name: str) -> bool:
         """Whether a path of the image is taken over."""
-        return any(name == path or name.startswith(f"{path}/") for path in self.paths)
+        return any(_below(name, path) for path in self.paths)
+
+
+def _below(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}/")
 
 
 def add(
@@ -66,10 +70,11 @@ def add(
         offline=offline,
         progress=progress,
     )
-    missing = set(graft.paths) - set(_select(graft, whole, part))
+    found = _select(graft, whole, part)
+    missing = [path for path in graft.paths if not any(_below(name, path) for name in found)]
     if missing:
         image = graft.image
-        message = f"{image.repository}@{image.digest} has no {', '.join(sorted(missing))}"
+        message = f"{image.repository}@{image.digest} has no {', '.join(missing)}"
         raise BuildFailed(message, hint="correct /base/graft/paths in image.json")
     whole.unlink()
     registry.flatten([root, part], merged)

@@ -12,6 +12,7 @@ import ssl
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, cast
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 _ACCEPT: Final = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
 _MAX_PAGE: Final = 32 << 20
 _TIMEOUT: Final = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    """Where this host's pip looks."""
+
+    folders: Sequence[Path]
+    indexes: Sequence[str]
+    context: ssl.SSLContext
 
 
 class _Links(HTMLParser):
@@ -58,21 +68,21 @@ def find(
     Returns:
         The file, or None where no index has it.
     """
-    folders, indexes = _configured()
-    for place in folders:
+    host = _configured()
+    for place in host.folders:
         if (place / file).is_file():
             return place / file
     public = source_url("wheels", source)
-    for index in dict.fromkeys([*indexes, public]):
+    for index in dict.fromkeys([*host.indexes, public]):
         shown = source if index == public else _shown(index)
         if index.startswith("http") and (why := reachable(index)):
             progress(f"index {shown} is not reachable ({why})")
             continue
         try:
-            address = _address(f"{index.rstrip('/')}/{project}/", file)
+            address = _address(f"{index.rstrip('/')}/{project}/", file, host)
             if address is not None:
                 progress(f"fetching {file} from {shown}")
-                return _download(address, folder / file)
+                return _download(address, folder / file, host)
         except (OSError, urllib.error.URLError, InvalidDocument) as error:
             progress(f"index {shown}: {error}")
     return None
@@ -87,15 +97,20 @@ def digest(project: str, file: str, folder: Path, *, source: str) -> tuple[str, 
     return sha256_file(path), path.stat().st_size
 
 
-def _configured() -> tuple[list[Path], list[str]]:
-    """Folders and indexes of the host's pip configuration, in pip's order of trust."""
+def _configured() -> _Host:
+    """What the host's pip is configured for, in pip's order of trust."""
     listed = output([sys.executable, "-m", "pip", "config", "list"]) or ""
-    rows = re.findall(r"^\S*\.((?:extra-)?index-url|find-links)='(.*)'$", listed, re.MULTILINE)
-    values: dict[str, list[str]] = {"index-url": [], "extra-index-url": [], "find-links": []}
-    for key, value in rows:
-        values[key] += value.replace("\\n", " ").split()
-    folders = [Path(unquote(urlsplit(text).path)) for text in values["find-links"]]
-    return folders, [*values["index-url"], *values["extra-index-url"]]
+    values: dict[str, list[str]] = {}
+    for key, value in re.findall(r"^\S*\.([a-z-]+)='(.*)'$", listed, re.MULTILINE):
+        values.setdefault(key, []).extend(value.replace("\\n", " ").split())
+    indexes = [*values.get("index-url", []), *values.get("extra-index-url", [])]
+    refused = values.get("no-index", ["0"])[-1].lower() in ("1", "on", "true", "yes")
+    bundle = values.get("cert", [None])[-1]
+    return _Host(
+        folders=[Path(unquote(urlsplit(text).path)) for text in values.get("find-links", [])],
+        indexes=[] if refused else indexes,
+        context=ssl.create_default_context(cafile=bundle),
+    )
 
 
 def _shown(index: str) -> str:
@@ -104,7 +119,7 @@ def _shown(index: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _open(address: str) -> IO[bytes]:
+def _open(address: str, host: _Host) -> IO[bytes]:
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https", "file"):
         message = f"{_shown(address)} is no address of an index"
@@ -113,19 +128,18 @@ def _open(address: str) -> IO[bytes]:
     if parts.username:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
         headers["Authorization"] = "Basic " + base64.b64encode(secret).decode()
-        host = parts.netloc.rpartition("@")[2]
-        address = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
+        bare = parts.netloc.rpartition("@")[2]
+        address = urlunsplit((parts.scheme, bare, parts.path, parts.query, ""))
     if parts.scheme == "file" and parts.path.endswith("/"):
         address += "index.html"
-    bundle = output([sys.executable, "-m", "pip", "config", "get", "global.cert"])
-    context = ssl.create_default_context(cafile=bundle.strip() if bundle else None)
     request = urllib.request.Request(address, headers=headers)
-    return cast("IO[bytes]", urllib.request.urlopen(request, timeout=_TIMEOUT, context=context))
+    answer = urllib.request.urlopen(request, timeout=_TIMEOUT, context=host.context)
+    return cast("IO[bytes]", answer)
 
 
-def _address(page: str, file: str) -> str | None:
+def _address(page: str, file: str, host: _Host) -> str | None:
     """Where a project's page says that a file lies."""
-    with _open(page) as answer:
+    with _open(page, host) as answer:
         data = answer.read(_MAX_PAGE)
     links: Sequence[str]
     if data.lstrip()[:1] == b"{":
@@ -141,8 +155,8 @@ def _address(page: str, file: str) -> str | None:
     return None
 
 
-def _download(address: str, target: Path) -> Path:
-    with _open(address) as answer, target.open("wb") as written:
+def _download(address: str, target: Path, host: _Host) -> Path:
+    with _open(address, host) as answer, target.open("wb") as written:
         while piece := answer.read(CHUNK):
             written.write(piece)
     return target

@@ -45,6 +45,9 @@ def document(names: Sequence[str], *, everything: bool, store: Store | None = No
                 "stack": str(ref),
                 "device": facts.vendor,
                 "built": facts.is_built,
+                "image": facts.manifest_digest,
+                "bytes": facts.image_bytes,
+                "pulls": facts.pulls,
                 "claims": list(facts.capability.claims),
             }
         )
@@ -83,8 +86,8 @@ def text(document: Mapping[str, Any], *, details: bool) -> str:
     """The matrix for a terminal; with `details`, what is refused and ignored, and notes."""
     lines: list[str] = []
     for stack in document["stacks"]:
-        built = "built" if stack["built"] else "not built here"
-        lines += [f"{stack['stack']} ({stack['device']}, {built})", *_table(stack["claims"])]
+        lines += [f"{stack['stack']} ({stack['device']}, {_built(stack)})"]
+        lines += _table(stack["claims"])
         lines += [*_details(stack["claims"], details=details), ""]
     if document["releases_without_a_stack"]:
         lines += ["Releases that no shipped stack holds yet: claims only, not built here", ""]
@@ -92,6 +95,15 @@ def text(document: Mapping[str, Any], *, details: bool) -> str:
         lines += [release["release"], *_table(release["claims"])]
         lines += [*_details(release["claims"], details=details), ""]
     return "\n".join(lines)
+
+
+def _built(stack: JsonObject) -> str:
+    """Whether there is an image, from the store alone: nothing unbuilt is shown as if it were."""
+    size = f"{stack['bytes'] / 1e9:.1f} GB"
+    if stack["built"]:
+        return f"built here: {stack['image'][:19]}, {size}"
+    pulls = f", needs the registry image {stack['pulls']}" if stack["pulls"] else ""
+    return f"not built here, about {size}{pulls}"
 
 
 def _table(claims: Sequence[JsonObject]) -> list[str]:

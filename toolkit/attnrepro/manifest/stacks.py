@@ -28,6 +28,10 @@ class StackFacts:
     """Size of the image, or what its recipe says it will be about."""
     build_seconds: float
     """What its recipe says a build takes about."""
+    manifest_digest: str | None
+    """The image in the store; None where it was not built here."""
+    pulls: str | None
+    """Key in images/digests.json of the registry image that a build needs; None where none."""
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -60,6 +64,8 @@ def find(ref: ImageRef, store: Store | None = None) -> StackFacts:
             is_built=record is not None,
             image_bytes=record.document["size"] if record else image["cost"]["image_bytes"],
             build_seconds=image["cost"]["seconds"],
+            manifest_digest=record.manifest_digest if record else None,
+            pulls=image["base"].get("image", image["base"].get("graft", {}).get("image")),
         )
     if record is None:
         raise _unknown(ref)
@@ -69,6 +75,8 @@ def find(ref: ImageRef, store: Store | None = None) -> StackFacts:
         is_built=True,
         image_bytes=record.document["size"],
         build_seconds=0,
+        manifest_digest=record.manifest_digest,
+        pulls=None,
     )
 
 

@@ -44,8 +44,8 @@ _MANIFEST: Final = {
     "workload": {
         "phase": "prefill",
         "batch": 1,
-        "seqlen_q": 512,
-        "seqlen_k": 512,
+        "seqlen_q": 256,
+        "seqlen_k": 256,
         "heads_q": 8,
         "heads_kv": 8,
         "head_dim": 64,
@@ -61,7 +61,7 @@ _MANIFEST: Final = {
     "timing": {
         "launches": MADE,
         "samples": [60, 60],
-        "cell_seconds": 4,
+        "cell_seconds": 10,
         "tails": [],
         "cold_start": False,
         "memory": False,
@@ -157,7 +157,9 @@ def measure(*, engine: Engine, images: ImageSource, progress: Callable[[str], No
     observations = performed.merged.observations
     subjects = {s["subject"]: s for s in observations["cells"][0]["subjects"]}
     for subject in subjects.values():
-        if subject["status"] != "PASS":
+        # A machine too noisy for the stop rule is INCONCLUSIVE: just what is to be shown here.
+        timed = len(published.launch_medians(subject["timing"].get("host", {"launches": []})))
+        if subject["status"] not in ("PASS", "INCONCLUSIVE") or timed < LAUNCHES:
             message = f"A/A did not run: {subject['status']}: {subject['reason']}"
             raise AttnreproError(message)
     timings = [subjects[name]["timing"]["host"] for name in ("a", "b")]

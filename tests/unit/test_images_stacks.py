@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attnrepro.errors import BuildFailed
-from attnrepro.images import base, build, fetch, gitsource, graft, registry, simpleindex, spec
+from attnrepro.errors import BuildFailed, UsageError
+from attnrepro.images import (
+    base,
+    build,
+    fetch,
+    gitsource,
+    graft,
+    registry,
+    simpleindex,
+    spec,
+    tryout,
+)
 from attnrepro.images.locks import Wheel
 from attnrepro.images.sources import BaseImage
 from attnrepro.images.store import Store
@@ -333,3 +343,57 @@ def test_a_file_that_no_index_has_is_an_error(
     host(monkeypatch, PIP_NO_INDEX="1")
     with pytest.raises(BuildFailed, match="no index has"):
         simpleindex.digest("toy", "toy-2.0.tar.gz", tmp_path, source="pypi")
+
+
+# Trying a recipe on some objects --------------------------------------------------------------
+
+
+class Compiler:
+    """A builder whose Dockerfile ran: it left what kernel.py leaves."""
+
+    name = "buildx"
+    version = "0"
+    dockerfile = ""
+
+    def build(
+        self,
+        context: Path,
+        *,
+        wheels: Path,
+        epoch: int,
+        cached: bool,
+        target: Path,
+        progress: object,
+    ) -> None:
+        self.dockerfile = (context / "Dockerfile").read_text()
+        self.wheels = sorted(path.name for path in wheels.iterdir())
+        tar(target, ("opt/stack/objects.json", b'{"objects": [], "of": 73}'))
+
+
+def test_a_recipe_is_tried_on_the_objects_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    root = store.add_bytes(b"root")
+    monkeypatch.setattr(fetch, "debs", lambda *_, **__: 0)
+    monkeypatch.setattr(fetch, "wheels", lambda *_, **__: 0)
+    monkeypatch.setattr(base, "prepare", lambda *_, **__: root)
+    monkeypatch.setattr(base, "link_or_copy", lambda source, target: target.touch())
+    compiler = Compiler()
+    found = tryout.tryout(
+        spec.resolve(FA2), ["flash_api", "one"], builder=compiler, store=store, progress=quiet
+    )
+    assert found == {"objects": [], "of": 73}
+    assert 'ARG KERNEL_OBJECTS="flash_api one"' in compiler.dockerfile
+    assert "flash_attn-2.8.3.tar.gz" in compiler.wheels
+    assert store.records() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "objects"), [(FA4, ["x"]), (FA2, []), (FA2, ["a b"]), (FA2, ['x"; rm'])]
+)
+def test_what_cannot_be_tried_is_refused(name: str, objects: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        tryout.tryout(
+            spec.resolve(name), objects, builder=Compiler(), store=Store(tmp_path), progress=quiet
+        )

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import ImageDiffers
-from attnrepro.images import base, builders, extend, fetch, gitsource, preflight, record, spec, tree
+from attnrepro.images import (
+    base,
+    builders,
+    context,
+    extend,
+    fetch,
+    gitsource,
+    preflight,
+    record,
+    spec,
+    tree,
+)
 from attnrepro.images.compose import Composed, compose
 from attnrepro.images.disk import disk_errors
 from attnrepro.images.store import ImageRecord, Store
@@ -317,24 +328,14 @@ def _base(job: _Job) -> str | None:
 def _one_image(job: _Job, builder: Builder, base_digest: str | None, *, cached: bool) -> Composed:
     stack, store = job.stack, job.store
     with store.workspace("build") as folder:
-        context, wheels = folder / "context", folder / "wheels"
-        context.mkdir()
-        wheels.mkdir()
-        if base_digest is not None:
-            base.link_or_copy(store.blob(base_digest), context / "base.tar")
-        elif job.extension is not None:
-            extend.write_parent_root(store, job.extension.parent, context / "base.tar")
-        for path, data in stack.files.items():
-            if "/" not in path:
-                (context / path).write_bytes(data)
-        for wheel in job.wheels:
-            base.link_or_copy(store.blob(wheel.sha256), wheels / wheel.file)
-        for file, digest in job.trees.items():
-            base.link_or_copy(store.blob(digest), wheels / file)
+        below = job.extension.parent if job.extension is not None else str(base_digest)
+        main, wheels = context.write(
+            store, folder, stack.files, root=below, wheels=job.wheels, trees=job.trees
+        )
         root = folder / "root.tar"
         started = time.monotonic()
         builder.build(
-            context,
+            main,
             wheels=wheels,
             epoch=stack.epoch,
             cached=cached,

@@ -46,7 +46,7 @@ def sha256_file(path: Path) -> str:
 
 
 def state_dir() -> Path:
-    """Keys and trust: `$ATTNREPRO_HOME`, else `$XDG_CONFIG_HOME/attnrepro` or `~/.config/attnrepro`."""
+    """Keys and trust: `$ATTNREPRO_HOME`, else `attnrepro` in the user's configuration folder (XDG)."""
     if home := os.environ.get("ATTNREPRO_HOME"):
         return Path(home)
     base = os.environ.get("XDG_CONFIG_HOME")
@@ -54,7 +54,7 @@ def state_dir() -> Path:
 
 
 def store_dir() -> Path:
-    """Content-addressed store: `$ATTNREPRO_STORE`, else `$XDG_CACHE_HOME/attnrepro` or `~/.cache/attnrepro`."""
+    """Content-addressed store: `$ATTNREPRO_STORE`, else `attnrepro` in the user's cache (XDG)."""
     if store := os.environ.get("ATTNREPRO_STORE"):
         return Path(store)
     base = os.environ.get("XDG_CACHE_HOME")

@@ -15,7 +15,7 @@ from attnrepro.errors import InvalidDocument, Problem
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Any]"
 
 MAX_INTEGER: Final = 2**53 - 1
@@ -30,38 +30,45 @@ def _pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise _Refused(f"the key {key!r} stands twice in one object")
+            message = f"the key {key!r} stands twice in one object"
+            raise _Refused(message)
         result[key] = value
     return result
 
 
 def _integer(text: str) -> int:
     if len(text) > 17 or abs(value := int(text)) > MAX_INTEGER:
-        raise _Refused(f"the integer {text[:40]} is beyond 2^53 - 1; write it as a string")
+        message = f"the integer {text[:40]} is beyond 2^53 - 1; write it as a string"
+        raise _Refused(message)
     return value
 
 
 def _real(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise _Refused(f"the number {text[:40]} overflows")
+        message = f"the number {text[:40]} overflows"
+        raise _Refused(message)
     if value == 0 and text.startswith("-"):
-        raise _Refused("negative zero has no canonical form")
+        message = "negative zero has no canonical form"
+        raise _Refused(message)
     return value
 
 
 def _constant(text: str) -> float:
-    raise _Refused(f"{text} is not JSON")
+    message = f"{text} is not JSON"
+    raise _Refused(message)
 
 
 def _check_tree(value: object, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
+        message = f"nested deeper than {MAX_DEPTH} levels"
+        raise _Refused(message)
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _Refused("a string holds a lone surrogate") from None
+            message = "a string holds a lone surrogate"
+            raise _Refused(message) from None
     elif isinstance(value, list):
         for item in value:
             _check_tree(item, depth + 1)
@@ -79,7 +86,8 @@ def loads(data: bytes, *, what: str) -> Any:
     try:
         text = data.decode("utf-8")
         if text.startswith("\ufeff"):
-            raise _Refused("it begins with a byte-order mark")
+            message = "it begins with a byte-order mark"
+            raise _Refused(message)
         value = json.loads(
             text,
             object_pairs_hook=_pairs,

@@ -269,7 +269,7 @@ def _compressed(payload: Path) -> Iterator[bytes]:
                 yield compressor.compress(piece)
         yield compressor.flush()
         return
-    command = [xz, "--compress", "--stdout", "-4", "--threads=0", str(plain)]
+    command = [xz, "--compress", "--stdout", "-1", "--threads=0", str(plain)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         while piece := process.stdout.read(_CHUNK):

@@ -3,7 +3,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from attnrepro import aa
+from attnrepro.errors import AttnreproError
 from attnrepro.manifest.load import load
 
 
@@ -59,3 +62,41 @@ def test_own_manifest_is_valid() -> None:
     loaded = load(json.dumps(aa._MANIFEST).encode())
     assert {s.backend for s in loaded.subjects} == {"sdpa.flash"}
     assert loaded.document["timing"]["launches"] == aa.MADE
+
+
+def kept(launches: int) -> dict[str, Any]:
+    """Samples of identical code, as the runner's fidelity keeps them."""
+    return {
+        "schema": "attnrepro.aa/1",
+        "device": "Some CPU",
+        "series": [
+            {
+                "task": f"launch-{launch:02d}",
+                "launch": launch,
+                "cell": "c000",
+                "subject": subject,
+                "clock": "host",
+                "discards": [{"first": 0, "count": 1, "reason": "switch"}],
+                "stop": "max_samples",
+                "flushed": True,
+                "samples": [9_000_000, *(1_000_000 + 1000 * launch + n for n in range(9))],
+            }
+            for launch in range(launches)
+            for subject in ("a", "b")
+        ],
+    }
+
+
+def test_kept_samples_are_judged_without_running_anything() -> None:
+    (found,) = aa.from_samples(kept(6))
+    assert (found.launches, found.taken, found.comparisons) == (6, 5, 6)
+    assert found.false_verdicts == 0
+    assert found.where == "Some CPU, c000"
+    assert found.scatter == pytest.approx(1.005, abs=1e-4)
+
+
+def test_too_few_launches_or_another_document_is_an_error() -> None:
+    with pytest.raises(AttnreproError, match="4 launches: A/A needs 5"):
+        aa.from_samples(kept(4))
+    with pytest.raises(AttnreproError, match="holds no samples"):
+        aa.from_samples({"schema": "attnrepro.result/1"})

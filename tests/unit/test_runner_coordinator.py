@@ -475,6 +475,30 @@ def test_one_tiny_cell_runs_through_a_launch(tmp_path: Path) -> None:
     assert entry["oracle_before"]["seed"] != entry["oracle_after"]["seed"]
 
 
+def test_a_request_and_an_append_have_clocks_of_their_own(tmp_path: Path) -> None:
+    workload = {
+        **{"phase": "decode", "seqlen_q": 1, "mask": {"causal": "bottom_right"}},
+        **{"heads_q": 4, "heads_kv": 2, "head_dim": 64},
+        "cache": {"kind": "contiguous", "append": 1, "append_in_call": False},
+    }
+    one = cell(0, ["flash"], **workload) | {"request": {"model": "small_decode_step", "layers": 1}}
+    found = document([one], {"flash": "sdpa.flash"}, ["launch-0", "counters"])
+    found["timing"]["clocks"] = ["host", "request"]
+    assert run(found, tmp_path) == 0
+    done = results(tmp_path)
+    (entry,) = done["launch-0"]["entries"]
+    assert entry["status"] == "PASS", entry["reason"]
+    assert [record["clock"] for record in entry["samples"]] == ["append_host", "host", "request"]
+    assert entry["request"]["model"] == "small_decode_step"
+    assert entry["request"]["stages_ns"]["cache_append"] > 0
+    assert len(entry["preparation"]["prepare_ns"]) == 2
+    assert entry["conditions"]["rows"] >= 1
+    kinds = {c["kind"] for c in done["launch-0"]["ceilings"]["measured"]}
+    assert kinds == {"matmul", "copy", "read"}
+    (counted,) = done["counters"]["entries"]
+    assert counted["counters"]["bound"] == "undetermined"
+
+
 @pytest.mark.slow
 def test_all_phases_and_stages_give_valid_results_and_resume(tmp_path: Path) -> None:
     subjects = {"eager": "eager", "flash": "sdpa.flash"}

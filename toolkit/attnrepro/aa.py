@@ -76,6 +76,8 @@ class Noise:
     where: str
     """Engine and device, in words."""
     launches: int
+    taken: int
+    """Launches a side of one comparison."""
     comparisons: int
     false_verdicts: int
     """Comparisons of identical code that said FASTER or SLOWER."""
@@ -114,7 +116,7 @@ class Noise:
             [
                 f"identical code against itself, {self.launches} launches a side, {self.where}",
                 f"false verdicts   {self.false_verdicts} of {self.comparisons} comparisons of "
-                f"{LAUNCHES} launches ({rate * 100:.1f} %; the test allows at most 5 %)",
+                f"{self.taken} launches ({rate * 100:.1f} %; the test allows at most 5 %)",
                 f"detectable       {detect}",
                 f"launch scatter   {(self.scatter - 1) * 100:.1f} % between the fastest and the "
                 "slowest launch",
@@ -166,14 +168,49 @@ def measure(*, engine: Engine, images: ImageSource, progress: Callable[[str], No
     return judge(timings[0], timings[1], where=headline(observations))
 
 
+def from_samples(document: Mapping[str, Any]) -> list[Noise]:
+    """A/A of a job that the runner's `fidelity --samples` made, one a cell.
+
+    Raises AttnreproError where the document is another, or has too few launches.
+    """
+    if document.get("schema") != "attnrepro.aa/1":
+        message = "the file holds no samples of `attnrepro_runner fidelity --samples`"
+        raise AttnreproError(message)
+    found = []
+    for cell in sorted({one["cell"] for one in document["series"]}):
+        sides = []
+        for subject in ("a", "b"):
+            launches = [
+                published.launch_timing(
+                    {**one, "member": "", "calls_per_sample": 1},
+                    one["samples"],
+                    launch=one["launch"],
+                    tails=(),
+                    confidence="0.95",
+                )
+                for one in document["series"]
+                if (one["cell"], one["subject"]) == (cell, subject)
+            ]
+            launches.sort(key=lambda launch: launch["launch"])
+            sides.append(published.clock_timing(launches, tails=(), confidence="0.95"))
+        found.append(judge(*sides, where=f"{document['device']}, {cell}"))
+    return found
+
+
 def judge(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) -> Noise:
     """What two timings (`clock_timing`) of identical code say about this machine."""
     a, b = published.launch_medians(first), published.launch_medians(second)
-    choices = list(combinations(range(min(len(a), len(b))), LAUNCHES))
+    made = min(len(a), len(b))
+    taken = min(LAUNCHES, made - 1)
+    if taken < statistics.LEAST_LAUNCHES:
+        message = f"{made} launches: A/A needs {statistics.LEAST_LAUNCHES + 1}"
+        raise AttnreproError(message)
+    choices = list(combinations(range(made), taken))
     false = sum(_verdict(a, b, choice) in (Verdict.FASTER, Verdict.SLOWER) for choice in choices)
     return Noise(
         where=where,
-        launches=min(len(a), len(b)),
+        launches=made,
+        taken=taken,
         comparisons=len(choices),
         false_verdicts=false,
         smallest_detectable=_smallest(a, b, choices),

@@ -56,6 +56,8 @@ class Context:
     """Cell to backends of its stacks that claim it and were not compared."""
     missing: tuple[str, str] | None = None
     """Status and reason of what has no result because the whole container was ended."""
+    images: Sequence[Mapping[str, Any]] = ()
+    """Stack, revision, size in bytes and build time in ms of each image."""
     device_identity: str | None = None
     """Keyed digest of the device (`deviceidentity`)."""
 
@@ -343,6 +345,7 @@ def _observations(
         "environment": first["environment"],
         "tasks": [_task(task, first) for task in results],
         **({"ceilings": measured} if measured else {}),
+        **({"images": [dict(image) for image in context.images]} if context.images else {}),
         "cells": list(cells),
         "summary": {
             "passed": passed,

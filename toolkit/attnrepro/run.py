@@ -11,7 +11,7 @@ import secrets
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnrepro import (
     __version__,
@@ -34,7 +34,7 @@ from attnrepro.placement import place
 from attnrepro.usedimages import distinct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from attnrepro.artifact.content import Content
@@ -193,7 +193,9 @@ def perform(
         )
         vendor = manifest.document["device"]["vendor"]
         identity = deviceidentity.identify(vendor, placement.device_id)
-        merged = _merge(manifest, segments, executed, engine, folder, plan.uncompared, identity)
+        merged = _merge(
+            manifest, segments, executed, engine, folder, plan.uncompared, identity, ready.values()
+        )
         return _packed(manifest, merged, segments, list(ready.values()), runner, folder, options)
 
 
@@ -277,6 +279,7 @@ def _merge(
     folder: RunFolder,
     uncompared: Mapping[str, Sequence[str]],
     device_identity: str | None,
+    ready: Iterable[ReadyImage],
 ) -> Merged:
     facts = engine.facts()
     described = {**facts.detail, "store": facts.store, "runtime": facts.runtime}
@@ -306,6 +309,7 @@ def _merge(
             uncompared=uncompared,
             missing=executed.missing,
             device_identity=device_identity,
+            images=[_image(one.used.document) for one in ready],
         ),
     )
     for kind, document in (
@@ -316,6 +320,16 @@ def _merge(
             message = f"the results do not make a valid {kind}: {problems[0].line()}"
             raise AttnreproError(message, problems=problems)
     return merged
+
+
+def _image(record: Mapping[str, Any]) -> JsonObject:
+    """What an image costs: its size, and how long it took to build here."""
+    return {
+        "stack": record["stack"],
+        "revision": record["revision"],
+        "size": record["size"],
+        "build_ms": sum(record["times"].values()),
+    }
 
 
 def _packed(

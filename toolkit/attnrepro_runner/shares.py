@@ -93,3 +93,20 @@ def compare(
         ceiling_ratio=1 / (1 - share) if share < 1 else Fraction(0),
         largest_remaining=largest_remaining(candidate),
     )
+
+
+def least_share(ratio: Fraction, noise: Fraction) -> Fraction | None:
+    """Return the share of attention below which a gain cannot be told from noise.
+
+    That is the share at which Amdahl's law gives 1 + noise; None where no share does, because
+    attention is not faster, or not by more than the noise.
+
+    Args:
+        ratio: the baseline's attention time over the candidate's.
+        noise: relative half width of the interval of the whole's time.
+
+    """
+    if ratio <= 1 or noise < 0:
+        return None
+    share = (1 - 1 / (1 + noise)) / (1 - 1 / ratio)
+    return share if share <= 1 else None

@@ -62,6 +62,13 @@ def document(report: Report, first: Path, second: Path) -> dict[str, Any]:
                 "p_value": _real(cell.comparison.p_value) if cell.comparison else None,
                 "reason": cell.reason,
                 "outputs_equal": cell.outputs_equal,
+                "cycles": {
+                    "verdict": cell.cycles.verdict.value,
+                    "ratio": _real(cell.cycles.ratio),
+                    "p_value": _real(cell.cycles.p_value),
+                }
+                if cell.cycles
+                else None,
             }
             for cell in report.cells
         ],
@@ -96,10 +103,19 @@ def text(report: Report, first: Path, second: Path) -> str:
                 limits = f"{float(cell.comparison.lower):.3g}–{float(cell.comparison.upper):.3g}"
                 ratio += f" ({limits})"
         bits = {True: "equal", False: "differ", None: ""}[cell.outputs_equal]
+        in_cycles = ""
+        if cell.cycles is not None:
+            in_cycles = f"{float(cell.cycles.ratio or 0):.3g}× {cell.cycles.verdict.value}"
         rows.append(
-            (cell.cell, cell.subject, cell.clock, before, after, ratio, verdict, bits, cell.reason)
+            (
+                *(cell.cell, cell.subject, cell.clock, before, after),
+                *(ratio, verdict, in_cycles, bits, cell.reason),
+            )
         )
-    headings = ("cell", "subject", "clock", "first", "second", "ratio", "verdict", "bits", "why")
+    headings = (
+        *("cell", "subject", "clock", "first", "second"),
+        *("ratio", "verdict", "in cycles", "bits", "why"),
+    )
     lines = [f"{second} against {first}", "", *terminal.table(headings, rows)]
     lines += [f"only in {first}: {row}" for row in report.only_first]
     lines += [f"only in {second}: {row}" for row in report.only_second]

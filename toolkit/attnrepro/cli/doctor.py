@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from attnrepro.cli.output import emit, progress
-from attnrepro.errors import Unavailable
+from attnrepro.errors import Unavailable, UsageError
 from attnrepro.files import store_dir
 
 
@@ -26,6 +26,10 @@ def doctor(
             "--aa", help="Compare a benchmark with itself: this machine's false verdicts."
         ),
     ] = False,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="With --aa: read these (runner: fidelity --samples), and run nothing."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Check engine, builders, GPU, CDI, clocks, disk and Python; each with its fix.
@@ -43,6 +47,9 @@ def doctor(
             text=lambda: f"{write_cdi}: {spec['kind']}={{{','.join(devices)}}}",
         )
         return
+    if samples is not None:
+        _judge_samples(samples, aa=aa, as_json=as_json)
+        return
     if aa:
         from attnrepro.aa import doctor_aa
 
@@ -58,3 +65,23 @@ def doctor(
         lacking = [c.id for c in diagnosis.checks if c.level is checks.Level.MISSING]
         message = f"this machine lacks: {', '.join(lacking)}"
         raise Unavailable(message, hint="follow the fixes above")
+
+
+def _judge_samples(samples: Path, *, aa: bool, as_json: bool) -> None:
+    from attnrepro.aa import from_samples
+    from attnrepro.jsonio import loads
+
+    if not aa:
+        message = "--samples without --aa"
+        raise UsageError(message, hint="give both")
+    try:
+        data = samples.read_bytes()
+    except OSError as error:
+        message = f"cannot read {samples}: {error.strerror}"
+        raise UsageError(message, hint="name the file of fidelity --samples") from None
+    found = from_samples(loads(data, what=samples.name))
+    emit(
+        {"cells": [one.document() for one in found]},
+        as_json=as_json,
+        text=lambda: "\n\n".join(one.text() for one in found),
+    )

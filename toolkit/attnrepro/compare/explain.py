@@ -79,6 +79,8 @@ class CellVerdict:
     medians_ns: tuple[int | None, int | None]
     outputs_equal: bool | None
     """None where neither claims bits."""
+    cycles: Comparison | None = None
+    """Likewise in cycles of the clock seen; None where one of the two exposes no clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +176,51 @@ def _cell(
         reason=reason,
         medians_ns=(medians[0], medians[1]),
         outputs_equal=None if None in digests else digests[0] == digests[1],
+        cycles=None
+        if comparison is None
+        else _in_cycles((a, b), (first, second), clock, confidence),
     )
+
+
+def _in_cycles(
+    rows: tuple[Mapping[str, Any], Mapping[str, Any]],
+    sides: tuple[Side, Side],
+    clock: str,
+    confidence: str,
+) -> Comparison | None:
+    """Compare launch medians as cycles of each launch's median clock."""
+    before, after = (
+        cycles(row, side.observations, clock) for row, side in zip(rows, sides, strict=True)
+    )
+    if not before or not after:
+        return None
+    return statistics.compare(after, before, confidence=confidence)
+
+
+def cycles(
+    subject: Mapping[str, Any], observations: Mapping[str, Any], clock: str
+) -> list[int] | None:
+    """Launch medians in cycles; None where a launch of them has no clock.
+
+    Args:
+        subject: its record in one cell.
+        observations: the artifact's.
+        clock: whose times are taken.
+    """
+    tasks = {task["task"]: task["launch"] for task in observations["tasks"]}
+    seen = {
+        tasks.get(one["task"]): one["conditions"]["clock_khz"]
+        for one in subject.get("conditions", ())
+    }
+    found = []
+    for launch in subject["timing"][clock]["launches"]:
+        median, khz = launch["median"]["value_ns"], seen.get(launch["launch"])
+        if median is None:
+            continue
+        if khz is None:
+            return None
+        found.append(max(1, median * khz[1] // 1_000_000))
+    return found or None
 
 
 def _not_comparable(

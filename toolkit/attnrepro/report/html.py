@@ -13,7 +13,8 @@ from attnrepro.report.rows import duration
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attnrepro.report.sections import Article, Section, Strip, Table
+    from attnrepro.report.sections import Article
+    from attnrepro.report.table import Section, Strip, Table
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1rem;

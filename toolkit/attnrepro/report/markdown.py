@@ -10,7 +10,8 @@ from attnrepro.report.rows import duration
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attnrepro.report.sections import Article, Section, Strip, Table
+    from attnrepro.report.sections import Article
+    from attnrepro.report.table import Section, Strip, Table
 
 
 def render(articles: Sequence[Article]) -> str:

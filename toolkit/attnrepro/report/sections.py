@@ -7,39 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from attnrepro.artifact.statement import Kind
 from attnrepro.compare import published
+from attnrepro.report import wholework
 from attnrepro.report.rows import HEADINGS, device_text, duration, headline, ratio, rows
+from attnrepro.report.table import Section, Strip, Table, kept, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from attnrepro.artifact.verify import Verified
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Texts in rows of one length."""
-
-    headings: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strip:
-    """Launch medians of the subjects of one cell, to be drawn on one axis."""
-
-    title: str
-    points_ns: tuple[tuple[str, tuple[int, ...]], ...]
-    """(subject, its launch medians)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading with what stands below it."""
-
-    heading: str
-    texts: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    strips: tuple[Strip, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +46,7 @@ def _sections(verified: Verified, file: str) -> Iterator[Section]:
             ),
             strips=strips,
         )
+    yield from wholework.sections(verified.manifest, verified.observations)
     yield from _further(verified.observations)
 
 
@@ -125,7 +101,7 @@ def _results(verified: Verified) -> Section:
     return Section(
         heading="Results",
         texts=tuple(texts),
-        tables=(_kept(HEADINGS, [row.texts() for row in found]),),
+        tables=(kept(HEADINGS, [row.texts() for row in found]),),
     )
 
 
@@ -165,7 +141,7 @@ def _further(observations: Mapping[str, Any]) -> Iterator[Section]:
     ]
     if comparisons:
         names = ["cell", "subject", "baseline", "clock", "ratio", "interval", "p", "verdict", "why"]
-        yield Section(heading="Comparisons", tables=(_kept(names, comparisons),))
+        yield Section(heading="Comparisons", tables=(kept(names, comparisons),))
     cold = [
         (
             cell,
@@ -180,13 +156,13 @@ def _further(observations: Mapping[str, Any]) -> Iterator[Section]:
     ]
     if cold:
         names = ["cell", "subject", "import", "first call", "second call", "steady call"]
-        yield Section(heading="Cold start", tables=(_kept(names, cold),))
+        yield Section(heading="Cold start", tables=(kept(names, cold),))
     memory = [
         (
             cell,
             subject["subject"],
-            _bytes(subject["memory"]["peak_bytes"]),
-            _bytes(subject["memory"]["extra_bytes"]),
+            size(subject["memory"]["peak_bytes"]),
+            size(subject["memory"]["extra_bytes"]),
             subject["memory"]["declared_order"],
             "above its declared order" if subject["memory"]["alarm"] else "",
         )
@@ -195,7 +171,7 @@ def _further(observations: Mapping[str, Any]) -> Iterator[Section]:
     ]
     if memory:
         names = ["cell", "subject", "peak", "beyond inputs and outputs", "declared", "alarm"]
-        yield Section(heading="Memory", tables=(_kept(names, memory),))
+        yield Section(heading="Memory", tables=(kept(names, memory),))
     kernels = [
         (cell, subject["subject"], f"{kernel['name']} ×{kernel['count']}")
         for cell, subject in subjects
@@ -203,20 +179,4 @@ def _further(observations: Mapping[str, Any]) -> Iterator[Section]:
         for kernel in subject["execution"]["kernels"]
     ]
     if kernels:
-        yield Section(heading="What ran", tables=(_kept(("cell", "subject", "kernel"), kernels),))
-
-
-def _kept(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """The table without columns that hold no text."""
-    kept = [i for i in range(len(headings)) if any(line[i] for line in lines)]
-    return Table(
-        headings=tuple(headings[i] for i in kept),
-        lines=tuple(tuple(line[i] for i in kept) for line in lines),
-    )
-
-
-def _bytes(count: int) -> str:
-    for scale, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"
+        yield Section(heading="What ran", tables=(kept(("cell", "subject", "kernel"), kernels),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attnrepro.report import wholework
 from attnrepro.report.rows import HEADINGS, headline, rows
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def summary(observations: Mapping[str, Any], *, title: str) -> str:
     weak = sorted({name for cell in observations["cells"] for name in cell["uncompared"]})
     if weak:
         lines += ["", f"weak baselines: the stack also claims {', '.join(weak)}; not compared"]
+    if whole := wholework.summary(observations):
+        lines += ["", *(f"  {line}" for line in whole)]
     counted = [f"{counts[name]} {name}" for name in ("passed", "failed", "unsupported")]
     lines += ["", ", ".join(counted)]
     return "\n".join(lines)

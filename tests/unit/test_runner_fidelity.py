@@ -1,0 +1,204 @@
+"""The fidelity command's own arithmetic, the counters' table, and a request in a worker."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from attnrepro import schema
+from attnrepro_runner import counters, fidelity, harness, othertimers, requested, subject
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+HEADING = ["ID", "Kernel Name", "Section Name", "Metric Name", "Metric Unit", "Metric Value"]
+
+
+def ncu_table(*kernels: tuple[float, float, float]) -> str:
+    """Kernels as ncu lists them: microseconds, percent of compute, percent of memory."""
+    text = io.StringIO()
+    rows = csv.writer(text, quoting=csv.QUOTE_ALL)
+    rows.writerow(HEADING)
+    for number, (microseconds, compute, memory) in enumerate(kernels):
+        for name, unit, value in (
+            ("Duration", "us", f"{microseconds:,.2f}"),
+            ("Compute (SM) Throughput", "%", f"{compute:.2f}"),
+            ("Memory Throughput", "%", f"{memory:.2f}"),
+            ("L1/TEX Hit Rate", "%", "n/a"),
+        ):
+            rows.writerow([number, "flash_fwd", "SpeedOfLight", name, unit, value])
+    return "==PROF== Connected to process 7\n" + text.getvalue()
+
+
+class Ncu:
+    """Runs nothing; writes what the tool would."""
+
+    def __init__(self, table: Path, *texts: str, said: str = "") -> None:
+        self.table, self.texts, self.said = table, list(texts), said
+        self.commands: list[list[str]] = []
+
+    def __call__(
+        self, command: Sequence[str], environment: Mapping[str, str], seconds: float
+    ) -> tuple[int, str]:
+        if command[-1] == "--version":
+            return 0, "NVIDIA (R) Nsight Compute\nVersion 2025.3.1.0"
+        self.commands.append(list(command))
+        if self.texts:
+            self.table.write_text(self.texts.pop(0))
+        return (0 if self.table.exists() else 1), self.said
+
+
+def counted(tool: Ncu) -> counters.Counters:
+    return counters.count(["python", "x"], {}, tool.table, run=tool, find="/opt/ncu")
+
+
+def test_counters_are_weighted_by_duration_and_name_the_bound(tmp_path: Path) -> None:
+    tool = Ncu(tmp_path / "t.csv", ncu_table((1000.0, 80.0, 30.0), (3.0, 5.0, 90.0)))
+    found = counted(tool)
+    assert (found.tool, found.bound) == ("ncu 2025.3.1.0", "compute")
+    assert found.metrics["Compute (SM) Throughput"].startswith("79.7")
+    assert "compute 80 %, memory 30 % of peak over 2 kernels of 1003.0 us" in found.evidence
+
+
+def test_the_tool_never_touches_clocks(tmp_path: Path) -> None:
+    tool = Ncu(tmp_path / "t.csv", ncu_table((1.0, 1.0, 1.0)))
+    counted(tool)
+    (command,) = tool.commands
+    assert command[command.index("--clock-control") + 1] == "none"
+    assert command[-2:] == ["python", "x"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "memory", "bound"), [(20.0, 85.0, "memory"), (30.0, 40.0, "latency")]
+)
+def test_other_bounds(tmp_path: Path, compute: float, memory: float, bound: str) -> None:
+    assert counted(Ncu(tmp_path / "t", ncu_table((9.0, compute, memory)))).bound == bound
+
+
+def test_single_metrics_that_the_tool_does_not_know_are_left_out(tmp_path: Path) -> None:
+    tool = Ncu(tmp_path / "t.csv", "==ERROR== no such metric\n", ncu_table((9.0, 70.0, 10.0)))
+    assert counted(tool).bound == "compute"
+    assert ["--metrics" in command for command in tool.commands] == [True, False]
+
+
+def test_without_tool_or_right_the_bound_is_undetermined(tmp_path: Path) -> None:
+    absent = counters.count(["python"], {"PATH": str(tmp_path)}, tmp_path / "t")
+    assert (absent.tool, absent.bound) == (None, "undetermined")
+    assert absent.evidence == "ncu is not here"
+    denied = Ncu(tmp_path / "t", said="==ERROR== ERR_NVGPUCTRPERM - no permission")
+    found = counted(denied)
+    assert found.bound == "undetermined"
+    assert "ERR_NVGPUCTRPERM" in found.evidence
+    assert len(denied.commands) == 1
+    amd = counters.count(["python"], {}, tmp_path / "t", vendor="amd")
+    assert "devices of amd" in amd.evidence
+
+
+def test_ratios_and_reasons_stand_in_the_table() -> None:
+    document = {
+        "versions": {"torch": "2.13"},
+        "rows": [
+            {"case": "one", "op": 1_234_500, "op/do_bench": 0.9987},
+            {"case": "two", "reason": "Unsupported: no"},
+        ],
+    }
+    text = fidelity.table(document)
+    assert "1234.5 us" in text
+    assert "0.999" in text
+    assert text.splitlines()[-1].split() == ["two", "Unsupported:", "no"]
+
+
+def test_the_harnesss_job_is_valid() -> None:
+    for vendor in ("cpu", "nvidia", "amd"):
+        assert schema.validate("job", harness.job(vendor, 6, 60)) == []
+
+
+def test_what_a_cell_costs_beyond_oracle_warm_up_and_samples() -> None:
+    def entry(subject_id: str) -> dict[str, Any]:
+        return {
+            "cell": "c000",
+            "subject": subject_id,
+            "status": "PASS",
+            "oracle_before": {"duration_ns": 10},
+            "oracle_after": {"duration_ns": 20},
+            "warmup": {"duration_ns": 70},
+        }
+
+    task = {
+        "task": "launch-00",
+        "stage": "launch",
+        "ended_ns": 2000,
+        "workers": [{"start_ns": 0, "ready_ns": 500}, {"start_ns": 10, "ready_ns": 800}],
+        "entries": [entry("a"), entry("b")],
+    }
+    series = [{"task": "launch-00", "samples": [100, 200]}]
+    found = harness.costs([task], series)
+    assert found["worker_start_ns"] == [500, 790]
+    (launch,) = found["launches"]
+    assert (launch["whole_ns"], launch["oracle_ns"], launch["warmup_ns"]) == (1200, 60, 140)
+    assert launch["beyond_ns"] == (1200 - 60 - 140 - 300) // 2
+    assert "oracle" in harness.table(found)
+
+
+def test_nvbench_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(othertimers.importlib.util, "find_spec", lambda _: None)
+    assert othertimers.nvbench([]) == "cuda-bench is not installed"
+
+
+def test_torchs_benchmark_is_near_our_clock() -> None:
+    x = torch.ones(1 << 20)
+    found = othertimers.torch_benchmark(lambda: x + 1, threads=1, seconds=0.05)
+    assert 10_000 < found < 1_000_000_000
+
+
+# A request model in a worker.
+
+
+def cell(model: str, **changes: Any) -> subject.Cell:
+    workload = {
+        "phase": "prefill",
+        "batch": 1,
+        "seqlen_q": 16,
+        "seqlen_k": 16,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "head_dim": 64,
+        "dtype": "float32",
+        **changes,
+    }
+    return subject.Cell.read(
+        {
+            "id": "c000",
+            "label": "x",
+            "workload": workload,
+            "inputs": {"seed": 1, "distribution": "normal"},
+            "request": {"model": model, "layers": 1},
+        }
+    )
+
+
+def built(one: subject.Cell) -> requested.Requested:
+    document = {"id": "a", "backend": "eager", "options": {}}
+    found = subject.Subject(document, torch.device("cpu"), threads=1)
+    assert one.request is not None
+    return requested.build(found, one, one.request, None)
+
+
+def test_a_request_is_described_and_its_weights_are_flushed() -> None:
+    found = built(cell("small_prefill"))
+    root = schema.schema_of("result")
+    assert set(found.description) == set(root["$defs"]["request"]["required"])
+    assert found.description["device_ns"] is None
+    assert found.description["layers"] == 1
+    pointers = {tensor.data_ptr() for tensor in found.reads}
+    assert {w.data_ptr() for w in found.steps.weights.values()} <= pointers
+
+
+def test_another_models_attention_is_no_request() -> None:
+    with pytest.raises(requested.NoRequest, match="heads_q"):
+        built(cell("small_prefill", heads_q=8))

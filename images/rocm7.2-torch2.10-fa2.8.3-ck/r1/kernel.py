@@ -47,7 +47,7 @@ def compile_some(source: str, wheels: str, wanted: list[str]) -> None:
 
     results = []
 
-    def run_rules(build_directory: str, *_: object) -> None:
+    def run_rules(build_directory: str, *_: object, **__: object) -> None:
         listed = subprocess.run(
             ["ninja", "-t", "targets", "all"],
             cwd=build_directory,

@@ -207,9 +207,9 @@ def _build(job: _Job) -> ImageRecord:
     if known is not None and not (options.check or options.no_cache):
         return _refresh(job, known)
     with store.lock(f"build-{stack.recipe_digest[7:23]}"):
-        preflight.announce(store, stack, [*job.wheels, *job.debs], job.progress)
         if job.extension is None:
             base.check(store, stack, offline=options.offline)
+        preflight.announce(store, stack, [*job.wheels, *job.debs], job.progress)
         job, modified = _fetch_all(job)
         stack = job.stack
         builder = builders.choose(options.engine)

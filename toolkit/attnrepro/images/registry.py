@@ -147,7 +147,7 @@ def check_reachable(image: BaseImage, url: str) -> None:
             f"the source {image.registry} of the base image {image.repository}:{image.tag} is not "
             f"reachable ({why}; tried for {spent:.1f} s)"
         )
-        raise BuildFailed(message, hint="build where it is, or a stack with a Debian base")
+        raise BuildFailed(message, hint="build where it is, or a stack that needs no registry")
 
 
 def _manifest(

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from attnrepro import schema
-from attnrepro_runner import counters, fidelity, harness, othertimers, requested, subject
+from attnrepro_runner import (
+    counters,
+    fidelity,
+    harness,
+    interleave,
+    othertimers,
+    requested,
+    subject,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,30 +127,32 @@ def test_the_harnesss_job_is_valid() -> None:
 
 
 def test_what_a_cell_costs_beyond_oracle_warm_up_and_samples() -> None:
-    def entry(subject_id: str) -> dict[str, Any]:
+    def entry(cell_id: str, handling: int) -> dict[str, Any]:
         return {
-            "cell": "c000",
-            "subject": subject_id,
+            "cell": cell_id,
+            "subject": "a",
             "status": "PASS",
             "oracle_before": {"duration_ns": 10},
             "oracle_after": {"duration_ns": 20},
             "warmup": {"duration_ns": 70},
+            "handling_ns": handling,
         }
 
+    cells = ["c000", "c001", "c002"]
+    first = interleave.shuffled(cells, "0/launch-00")[0]
+    broken = {"cell": "c000", "subject": "b", "status": "CRASH", "reason": "signal SIGSEGV"}
     task = {
         "task": "launch-00",
-        "stage": "launch",
-        "ended_ns": 2000,
         "workers": [{"start_ns": 0, "ready_ns": 500}, {"start_ns": 10, "ready_ns": 800}],
-        "entries": [entry("a"), entry("b")],
+        "entries": [*(entry(c, 1100 if c == first else 300) for c in cells), broken],
     }
-    series = [{"task": "launch-00", "samples": [100, 200]}]
-    found = harness.costs([task], series)
+    found = harness.costs([task])
     assert found["worker_start_ns"] == [500, 790]
-    (launch,) = found["launches"]
-    assert (launch["whole_ns"], launch["oracle_ns"], launch["warmup_ns"]) == (1200, 60, 140)
-    assert launch["beyond_ns"] == (1200 - 60 - 140 - 300) // 2
-    assert "oracle" in harness.table(found)
+    assert found["first_cell_ns"] == [1000]
+    assert found["later_cell_ns"] == [200, 200]
+    assert found["oracle_ns"] == [10, 20] * 3
+    assert found["failed"] == ["launch-00 c000 b: CRASH: signal SIGSEGV"]
+    assert "first cell of a process" in harness.table(found)
 
 
 def test_nvbench_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +162,7 @@ def test_nvbench_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_torchs_benchmark_is_near_our_clock() -> None:
     x = torch.ones(1 << 20)
-    found = othertimers.torch_benchmark(lambda: x + 1, threads=1, seconds=0.05)
+    found = othertimers.torch_benchmark(lambda: x + 1, threads=1, runs=5)
     assert 10_000 < found < 1_000_000_000
 
 

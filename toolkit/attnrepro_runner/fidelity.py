@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from attnrepro_runner.subject import Subject
 
 SAMPLES: Final = 60
+TURN: Final = 20
 ROUNDS: Final = 9
-"""On a CPU our clock and the other take turns so often, since the machine's speed drifts."""
+"""On a CPU our clock and the other take turns of so many calls so often: its speed drifts."""
 
 _BASE: Final = {"batch": 1, "heads_q": 16, "head_dim": 128, "mask": {"causal": "top_left"}}
 
@@ -39,6 +40,11 @@ class Case:
     name: str
     backend: str
     workload: Mapping[str, Any]
+
+    @property
+    def in_nvbench(self) -> bool:
+        """Whether nvbench times it too: forwards of middling length, seconds each."""
+        return bool(self.workload["phase"] == "prefill" and self.workload["seqlen_q"] <= 4096)
 
 
 def cases(vendor: str) -> list[Case]:
@@ -75,7 +81,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--launches", type=int, default=2, help="of the harness's job; 0 is none")
     parser.add_argument("--seconds", type=int, default=600, help="limit of the harness's job")
     parser.add_argument("--samples", type=Path, help="file for the job's samples")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--output", type=Path, help="file for all figures, as JSON")
+    parser.add_argument("--json", action="store_true", help="print them instead of tables")
     asked = parser.parse_args(arguments)
     vendor = asked.device or _vendor()
     _one_thread()
@@ -83,13 +90,14 @@ def main(arguments: list[str]) -> int:
     if asked.only:
         from attnrepro_runner import othertimers
 
-        bound = {case.name: _bind(case)[2] for case in cases(vendor)}
+        bound = {case.name: _bind(case)[2] for case in cases(vendor) if case.in_nvbench}
         sys.stdout.write(json.dumps(othertimers.run_nvbench(bound)) + "\n")
         return 0
     document: dict[str, Any] = {"versions": _versions(vendor), "rows": _rows(vendor)}
     if not asked.json:
         sys.stdout.write(table(document) + "\n")
         sys.stdout.flush()
+    _write(asked.output, document)
     if asked.launches:
         from attnrepro_runner import harness
 
@@ -98,9 +106,15 @@ def main(arguments: list[str]) -> int:
         )
         if not asked.json:
             sys.stdout.write(harness.table(document["harness"]) + "\n")
+        _write(asked.output, document)
     if asked.json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return 0 if any("reason" not in row for row in document["rows"]) else 1
+
+
+def _write(path: Path | None, document: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def table(document: Mapping[str, Any]) -> str:
@@ -199,9 +213,9 @@ def _cpu_row(case: Case) -> dict[str, Any]:
         step()
     ours, theirs = [], []
     for _ in range(ROUNDS):
-        ours.append(_median(_take(clocks.HostClock(None), step, flush.Warm(), reads)))
+        ours += _take(clocks.HostClock(None), step, flush.Warm(), reads, count=TURN)
         threads = torch.get_num_threads()
-        theirs.append(othertimers.torch_benchmark(step, threads=threads, seconds=0.1))
+        theirs.append(othertimers.torch_benchmark(step, threads=threads, runs=TURN))
     flushed = _take(
         clocks.HostClock(None), step, flush.choose(torch.device("cpu"), wanted=True), reads
     )
@@ -250,12 +264,14 @@ def _add_nvbench(rows: list[dict[str, Any]]) -> None:
                 row["op/nvbench"] = row["op"] / row["nvbench"]
 
 
-def _take(clock: Any, step: Any, empty: Flush, reads: Sequence[torch.Tensor]) -> list[int]:
+def _take(
+    clock: Any, step: Any, empty: Flush, reads: Sequence[torch.Tensor], *, count: int = SAMPLES
+) -> list[int]:
     def following() -> Any:
         empty(reads)
         return step
 
-    found: list[int] = clock.take(SAMPLES, following)
+    found: list[int] = clock.take(count, following)
     return found
 
 

@@ -40,6 +40,7 @@ def judge(
 
     """
     measured.entry["conditions"] = found.to_json()
+    measured.entry["handling_ns"] = measured.handling_ns
     judgement = conditions.judge(found, policy)
     flags = list(judgement.flags)
     if judgement.status != Status.PASS:

@@ -15,21 +15,21 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attnrepro_runner import interleave
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LENGTHS: Final = {"cpu": (128, 256), "nvidia": (1024, 4096), "amd": (1024, 4096)}
-_STAGES: Final = ("check", "memory")
+ORDER_SEED: Final = 0
+_ORACLES: Final = ("oracle_before", "oracle_after")
 
 
 def job(vendor: str, launches: int, seconds: int) -> dict[str, Any]:
     """Return a job of two subjects with one backend, two cells, and so many launches."""
     dtype = "float32" if vendor == "cpu" else "bfloat16"
     subjects = ["a", "b"]
-    tasks: list[dict[str, Any]] = [
-        {"id": s, "stage": s, "launch": None, "subjects": ["a"]} for s in _STAGES
-    ]
-    tasks += [
+    tasks = [
         {
             "id": f"launch-{n:02d}",
             "stage": "launch",
@@ -75,6 +75,7 @@ def job(vendor: str, launches: int, seconds: int) -> dict[str, Any]:
             "block": 10,
             "warmup_seconds": [0.05, 0.5],
             "cell_seconds": 4,
+            "order_seed": ORDER_SEED,
         },
         "device": {"vendor": vendor, "threads": 1},
         "limits": {"cell_seconds": 60, "total_seconds": seconds},
@@ -107,14 +108,11 @@ def measure(vendor: str, *, launches: int, seconds: int, samples: Path | None) -
         device = results[0]["device"]["name"] if results else "unknown"
         kept = {"schema": "attnrepro.aa/1", "device": device, "series": series}
         samples.write_text(json.dumps(kept))
-    return costs(results, series) | {"exit_status": done.returncode}
+    return costs(results) | {"exit_status": done.returncode}
 
 
-def costs(results: list[dict[str, Any]], series: list[dict[str, Any]]) -> dict[str, Any]:
+def costs(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the tasks of a job cost beyond what they measured."""
-    measured: dict[str, int] = {}
-    for one in series:
-        measured[one["task"]] = measured.get(one["task"], 0) + sum(one["samples"])
     found: dict[str, Any] = {
         "failed": [
             f"{task['task']} {e['cell']} {e['subject']}: {e['status']}: {e['reason']}"[:200]
@@ -126,45 +124,42 @@ def costs(results: list[dict[str, Any]], series: list[dict[str, Any]]) -> dict[s
             w["ready_ns"] - w["start_ns"] for task in results for w in task["workers"]
         ),
     }
-    launches = []
+    first: list[int] = []
+    later: list[int] = []
+    oracles: list[int] = []
     for task in results:
-        if task["stage"] != "launch":
-            continue
-        entries = task["entries"]
-        ready = max(w["ready_ns"] for w in task["workers"]) if task["workers"] else 0
-        whole = task["ended_ns"] - ready
-        oracle = sum(
-            e[part]["duration_ns"]
-            for e in entries
-            for part in ("oracle_before", "oracle_after")
-            if part in e
-        )
-        warm = sum(e["warmup"]["duration_ns"] for e in entries if "warmup" in e)
-        calls = measured.get(task["task"], 0)
-        launches.append(
-            {
-                "task": task["task"],
-                "cells": len(entries),
-                "whole_ns": whole,
-                "oracle_ns": oracle,
-                "warmup_ns": warm,
-                "samples_ns": calls,
-                "beyond_ns": (whole - oracle - warm - calls) // max(1, len(entries)),
-            }
-        )
-    return found | {"launches": launches}
+        seen: set[str] = set()
+        cells = sorted({entry["cell"] for entry in task["entries"]})
+        order = interleave.shuffled(cells, f"{ORDER_SEED}/{task['task']}")
+        # The first cell of a process pays for what it uses first.
+        for entry in sorted(task["entries"], key=lambda e: order.index(e["cell"])):
+            if "handling_ns" not in entry or "warmup" not in entry:
+                continue
+            parts = [entry[p]["duration_ns"] for p in _ORACLES if p in entry]
+            oracles += parts
+            beyond = entry["handling_ns"] - sum(parts) - entry["warmup"]["duration_ns"]
+            (later if entry["subject"] in seen else first).append(beyond)
+            seen.add(entry["subject"])
+    return found | {"oracle_ns": oracles, "first_cell_ns": first, "later_cell_ns": later}
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Return the costs as text."""
-    starts = [f"{ns / 1e9:.1f}" for ns in found["worker_start_ns"]]
-    lines = ["", f"worker starts: {', '.join(starts)} s"]
-    lines += [
-        f"{one['task']}: {one['cells']} cells in {one['whole_ns'] / 1e9:.1f} s: oracle "
-        f"{one['oracle_ns'] / 1e9:.2f} s, warming up {one['warmup_ns'] / 1e9:.2f} s, samples "
-        f"{one['samples_ns'] / 1e9:.3f} s, all else {one['beyond_ns'] / 1e9:.2f} s each"
-        for one in found["launches"]
-    ]
+    """Return the costs as text: medians, and the largest."""
+    names = {
+        "worker_start_ns": "a worker's start",
+        "oracle_ns": "oracle, each time",
+        "first_cell_ns": "first cell of a process, beyond oracle and calls",
+        "later_cell_ns": "any other cell, beyond oracle and calls",
+    }
+    lines = [""]
+    for name, words in names.items():
+        values = sorted(found[name])
+        if values:
+            middle = values[(len(values) - 1) // 2]
+            lines.append(
+                f"{words}: median {middle / 1e9:.2f} s, largest {values[-1] / 1e9:.2f} s "
+                f"(of {len(values)})"
+            )
     return "\n".join([*lines, *found["failed"]])
 
 

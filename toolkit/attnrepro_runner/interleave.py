@@ -37,6 +37,8 @@ class Measured:
     calls: dict[str, int] = field(default_factory=dict)
     flushed: bool = False
     failed: bool = False
+    handling_ns: int = 0
+    """Of opening and closing the cell."""
     span: tuple[int, int] | None = None
     """Time of the first block's begin and the last one's end (`elapsed_ns`)."""
 
@@ -160,7 +162,10 @@ class CellLaunch:
     def _request(self, name: str, request: Mapping[str, object]) -> dict[str, object] | None:
         if request["do"] != "close":
             self._last = name
+        began = elapsed_ns()
         answer = self._ask(name, request)
+        if request["do"] != "block":
+            self.measured[name].handling_ns += elapsed_ns() - began
         if isinstance(answer, Failure):
             self.measured[name].fail(answer)
             return None

@@ -17,6 +17,7 @@ from test_end_to_end import attnrepro
 
 from attnrepro.artifact import trust
 from attnrepro.artifact.verify import Verified, verify
+from attnrepro.compare import published
 from attnrepro.engines import select
 from attnrepro.errors import AttnreproError
 from attnrepro.images.store import Store
@@ -172,6 +173,11 @@ def comparison(verified: Verified, subject: str) -> dict[str, Any]:
 
 
 def test_slower_head_is_slower(verified: Verified) -> None:
+    subjects = {s["subject"]: s for s in verified.observations["cells"][0]["subjects"]}
+    medians = published.launch_medians(subjects["base"]["timing"]["host"])
+    scatter = max(medians) / min(medians)
+    if scatter > 1.25:
+        pytest.skip(f"others use this machine: launches of one kernel scatter by {scatter:.2f}x")
     found = comparison(verified, "head")
     assert found["verdict"] == "SLOWER"
     assert 1 / 1.6 < float.fromhex(found["ratio"]) < 1 / 1.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import subprocess
 import tarfile
 import time
@@ -18,6 +19,7 @@ from attnrepro.images import (
     fetch,
     gitsource,
     graft,
+    lock,
     registry,
     simpleindex,
     spec,
@@ -397,3 +399,34 @@ def test_what_cannot_be_tried_is_refused(name: str, objects: list[str], tmp_path
         tryout.tryout(
             spec.resolve(name), objects, builder=Compiler(), store=Store(tmp_path), progress=quiet
         )
+
+
+def test_a_lock_holds_the_sdists_and_leaves_the_wheels_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "r1"
+    shutil.copytree(images_dir() / CK / "r1", folder)
+    (folder / "requirements.lock").unlink()
+    item = Wheel(
+        name="toy",
+        version="1.0",
+        sha256=hashlib.sha256(b"wheel").hexdigest(),
+        file="toy-1.0-py3-none-any.whl",
+        size=5,
+    )
+
+    def resolve(work: Path, requirements: list[str], **_: object) -> list[Wheel]:
+        assert "einops==0.8.2" in requirements
+        (work / item.file).write_bytes(b"wheel")
+        return [item]
+
+    monkeypatch.setenv("ATTNREPRO_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr(lock, "resolve_wheels", resolve)
+    monkeypatch.setattr(lock, "digest", lambda name, file, folder, source: (SDIST, 8447812))
+    lock.write(folder, mirrors=(), progress=quiet)
+    assert (folder / "requirements.lock").read_text().splitlines() == [
+        "# Python 3.12",
+        f"flash-attn==2.8.3 --hash=sha256:{SDIST}  # flash_attn-2.8.3.tar.gz 8447812",
+        item.line(),
+    ]
+    assert Store(tmp_path / "store").read("sha256:" + item.sha256) == b"wheel"

@@ -93,6 +93,7 @@ CEILINGS = {
             "work": 10,
             "unit": unit,
             "median_ns": 5,
+            "fastest_ns": 4,
             "repeats": 5,
             "shape": "1",
             "per_second": rate,

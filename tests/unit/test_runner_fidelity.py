@@ -13,6 +13,7 @@ from attnrepro import schema
 from attnrepro_runner import (
     counters,
     fidelity,
+    flush,
     harness,
     interleave,
     othertimers,
@@ -196,7 +197,7 @@ def built(one: subject.Cell) -> requested.Requested:
     document = {"id": "a", "backend": "eager", "options": {}}
     found = subject.Subject(document, torch.device("cpu"), threads=1)
     assert one.request is not None
-    return requested.build(found, one, one.request, None)
+    return requested.build(found, one, one.request, None, flush.Warm())
 
 
 def test_a_request_is_described_and_its_weights_are_flushed() -> None:

@@ -232,6 +232,7 @@ def test_ceilings_of_a_cpu() -> None:
         "work",
         "unit",
         "median_ns",
+        "fastest_ns",
         "repeats",
         "shape",
         "per_second",

@@ -111,7 +111,14 @@ def test_a_drifting_clock_is_said() -> None:
 
 def limits(dtype: str = "bfloat16", **device: Any) -> plausible.Limits:
     measured_here = [
-        {"kind": "copy", "dtype": "uint8", "unit": "byte", "per_second": 4_260_000_000_000},
+        {
+            "kind": "copy",
+            "dtype": "uint8",
+            "unit": "byte",
+            "work": 4_260_000,
+            "fastest_ns": 1000,
+            "per_second": 4_260_000_000_000,
+        },
         {"kind": "matmul", "dtype": dtype, "unit": "flop", "per_second": 800_000_000_000_000},
     ]
     return plausible.limits(H200 | device, measured_here, dtype=dtype, clock_khz=1_830_000)

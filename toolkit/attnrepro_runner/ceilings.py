@@ -46,6 +46,7 @@ class Ceiling:
     unit: str
     """flop or byte."""
     median_ns: int
+    fastest_ns: int
     repeats: int
     shape: str
 
@@ -62,6 +63,7 @@ class Ceiling:
             "work": self.work,
             "unit": self.unit,
             "median_ns": self.median_ns,
+            "fastest_ns": self.fastest_ns,
             "repeats": self.repeats,
             "shape": self.shape,
             "per_second": self.per_second,
@@ -101,6 +103,7 @@ def measure_matmul(
         work=2 * n**3,
         unit="flop",
         median_ns=_median(times),
+        fastest_ns=min(times),
         repeats=len(times),
         shape=f"{n}x{n}x{n}",
     )
@@ -143,6 +146,7 @@ def _traffic(kind: str, work: int, times: list[int], size: int) -> Ceiling:
         work=work,
         unit="byte",
         median_ns=_median(times),
+        fastest_ns=min(times),
         repeats=len(times),
         shape=str(size),
     )

@@ -204,7 +204,7 @@ class MeasuredCell:
         """Build the request model round this subject, and see where its time goes."""
         report.at("request")
         try:
-            found = requested.build(self._subject, self._cell, wanted, self._device)
+            found = requested.build(self._subject, self._cell, wanted, self._device, self._flush)
         except requested.NoRequest as error:
             report.demand(Status.INCONCLUSIVE, f"clock request: {error}")
             return

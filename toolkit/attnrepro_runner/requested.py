@@ -14,6 +14,7 @@ from attnrepro_runner.backends.base import Unsupported
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from attnrepro_runner.flush import Flush
     from attnrepro_runner.requests import Request
     from attnrepro_runner.subject import Cell, Subject
 
@@ -37,7 +38,11 @@ class Requested:
 
 
 def build(
-    subject: Subject, cell: Cell, wanted: Mapping[str, Any], device: clocks.DeviceApi | None
+    subject: Subject,
+    cell: Cell,
+    wanted: Mapping[str, Any],
+    device: clocks.DeviceApi | None,
+    empty: Flush,
 ) -> Requested:
     """Build a cell's request model and see where its time goes.
 
@@ -59,9 +64,15 @@ def build(
     for _ in range(2):  # the first compiles
         request.step()
     subject.synchronize()
-    description = requests.describe(request, subject.device, repeats=REPEATS)
+    reads = _reads(request)
+
+    def before() -> None:
+        empty(reads)
+        subject.synchronize()
+
+    description = requests.describe(request, subject.device, repeats=REPEATS, before=before)
     description["device_ns"] = _device_ns(request, device)
-    return Requested(steps=request, reads=_reads(request), description=description)
+    return Requested(steps=request, reads=reads, description=description)
 
 
 def _device_ns(request: Request, device: clocks.DeviceApi | None) -> int | None:

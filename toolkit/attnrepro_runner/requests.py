@@ -21,7 +21,7 @@ from attnrepro_runner.models import check
 from attnrepro_runner.views import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from attnrepro_runner.backends.base import Backend
     from attnrepro_runner.models import RequestModel
@@ -187,13 +187,21 @@ class Request:
         return functional.linear(normed, self.weights["head"])
 
 
-def describe(request: Request, device: torch.device, *, repeats: int = 5) -> dict[str, object]:
+def describe(
+    request: Request,
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    before: Callable[[], None] = lambda: None,
+) -> dict[str, object]:
     """Return the `request` object of a result: stages from passes with marks, medians in ns.
 
-    The request's own time is taken by a clock round `step`, in a pass without marks.
+    The request's own time is taken by a clock round `step`, in a pass without marks. `before` runs
+    before each pass: empties the caches as that clock's samples have them.
     """
     passes = []
     for _ in range(repeats):
+        before()
         timed = TimedMarks(device)
         request.step(timed)
         passes.append(timed.totals_ns())

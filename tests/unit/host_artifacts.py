@@ -64,6 +64,8 @@ class FakeImages:
                     "base": {"kind": "debian"},
                     "builder": {"name": "podman", "version": "4.3.1"},
                     "adapter": None,
+                    "size": 1000,
+                    "times": {"build_ms": 5},
                 },
                 recipe={"Dockerfile": b"FROM scratch\n", "image.json": b"{}\n"},
                 listing=b'["etc","folder","0755",0,0,0,""]\n',

@@ -139,3 +139,11 @@ def test_time_spent_counts_over_all_starts(folder: RunFolder) -> None:
     go(engine, folder)
     assert engine.specs[0].timeout_seconds is not None
     assert engine.specs[0].timeout_seconds <= 1.0 + module.GRACE_SECONDS
+
+
+def test_a_vanished_device_is_unavailable_and_the_run_goes_on_later(folder: RunFolder) -> None:
+    with pytest.raises(Unavailable, match="the device vanished: .*last line of the runner"):
+        go(FakeEngine(stop_after=2, code=module.DEVICE_LOST), folder)
+    again = FakeEngine()
+    assert len(go(again, folder).results["s0"]) == 6
+    assert len(again.written) == 4

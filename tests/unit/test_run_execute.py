@@ -142,7 +142,7 @@ def test_time_spent_counts_over_all_starts(folder: RunFolder) -> None:
 
 
 def test_a_vanished_device_is_unavailable_and_the_run_goes_on_later(folder: RunFolder) -> None:
-    with pytest.raises(Unavailable, match="the device vanished: .*last line of the runner"):
+    with pytest.raises(Unavailable, match=r"the device vanished: .*last line of the runner"):
         go(FakeEngine(stop_after=2, code=module.DEVICE_LOST), folder)
     again = FakeEngine()
     assert len(go(again, folder).results["s0"]) == 6

@@ -46,7 +46,7 @@ def sha256_file(path: Path) -> str:
 
 
 def state_dir() -> Path:
-    """Keys and trust: `$ATTNREPRO_HOME`, else `attnrepro` in the user's configuration folder (XDG)."""
+    """Keys and trust: `$ATTNREPRO_HOME`, else `attnrepro` in the configuration folder (XDG)."""
     if home := os.environ.get("ATTNREPRO_HOME"):
         return Path(home)
     base = os.environ.get("XDG_CONFIG_HOME")

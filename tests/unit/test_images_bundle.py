@@ -143,6 +143,7 @@ def test_cut_stream_is_told(made: bundle.Bundle, tmp_path: Path) -> None:
 def test_launcher_finds_package_and_client(tmp_path: Path) -> None:
     site = tmp_path / "payload" / "site" / "attnrepro"
     site.mkdir(parents=True)
+    (site / "__init__.py").touch()  # else an installed package of that name is found first
     (site / "__main__.py").write_text(
         "import os, sys; print('package', sys.argv[1:], os.environ['DOCKER_HOST'])"
     )

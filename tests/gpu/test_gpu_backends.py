@@ -1,14 +1,10 @@
 """Every backend that this GPU has, on every kind of cell: kernels, probes, oracle, bits.
 
-Run as `ATTNREPRO_DEVICE=cuda pytest -m gpu tests/gpu`; what is not installed is skipped with its
+Run as `pytest -m gpu tests/gpu`; what is not installed is skipped with its
 reason, what a release refuses is not tested.
 """
 
 from __future__ import annotations
-
-import os
-
-os.environ.setdefault("ATTNREPRO_DEVICE", "cuda")
 
 import pytest
 import torch

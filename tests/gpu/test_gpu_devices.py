@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("ATTNREPRO_DEVICE", "cuda")
-
 import pytest
 import torch
 

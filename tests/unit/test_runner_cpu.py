@@ -9,7 +9,6 @@ import pytest
 from attnrepro_runner import cpu, preflight, telemetry
 from attnrepro_runner.accelerator import AcceleratorRecord, AcceleratorSample
 from attnrepro_runner.device import AcceleratorSource, Device
-from attnrepro_runner.elapsed import elapsed_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -224,18 +223,6 @@ def test_a_gpus_state_is_columns() -> None:
     assert [rows[n]["other_processes"] for n in (0, 24, 25)] == [1, 1, 2]
     # The counter's reading is slow, so that it is there once a second.
     assert [rows[n]["energy_mj"] for n in (0, 1, 24, 25)] == [5, None, None, 10]
-
-
-def test_heat_slows_a_device_down_and_the_power_cap_does_not() -> None:
-    gpu = AcceleratorSource(FakeGpu())
-    recorder = telemetry.Recorder([telemetry.CpuSource(), gpu], period_s=0.001)
-    before = elapsed_ns()
-    with recorder:
-        time.sleep(0.05)
-    after = elapsed_ns()
-    assert recorder.slowed(before, after) == ["software_thermal"]
-    assert recorder.slowed(after + 1, after + 2) == []
-    assert telemetry.Recorder([telemetry.CpuSource()]).slowed(0, after) == []
 
 
 def test_the_preflight_executes_a_file(tmp_path: Path) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnrepro.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def atomic_write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -39,6 +47,20 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def read_regular(path: Path, *, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes; a FIFO or a device would never end.
+
+    Raises OSError.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+    return data
+
+
 def sha256_file(path: Path) -> str:
     """Lower-case hex SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
@@ -59,3 +81,21 @@ def store_dir() -> Path:
         return Path(store)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "attnrepro"
+
+
+def write_output(path: Path, data: bytes, *, inputs: Sequence[Path], force: bool) -> None:
+    """Write a file that the user named. Raises UsageError, before anything is lost.
+
+    An input is never replaced; another file only with `force`.
+    """
+    if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
+        message = f"{path} is an input of this command"
+        raise UsageError(message, hint="--output names another file")
+    if path.exists() and not force:
+        message = f"{path} is there already"
+        raise UsageError(message, hint="--force replaces it; --output names another file")
+    try:
+        atomic_write(path, data)
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror}"
+        raise UsageError(message, hint="--output names a file in another folder") from None

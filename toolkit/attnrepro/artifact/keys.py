@@ -205,7 +205,7 @@ def _parse_private(data: bytes, secret: bytes | None, path: Path) -> object | No
 
 def _read_private(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        data = files.read_regular(path, limit=1 << 16)
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         message = f"cannot read {path}: {error.strerror}"

@@ -156,7 +156,7 @@ def load(path: Path | None = None, *, missing_ok: bool = False) -> TrustStore:
     missing_ok = missing_ok or path is None
     path = path or trust_path()
     try:
-        data = path.read_bytes()
+        data = files.read_regular(path, limit=1 << 22)
     except FileNotFoundError:
         if missing_ok:
             return TrustStore()

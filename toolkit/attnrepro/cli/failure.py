@@ -37,7 +37,8 @@ def report(error: BaseException, *, as_json: bool) -> int:
                 "trace": trace,
             }
         )
-    lines = [f"attnrepro: {message}"]
+    rule = f" [{known.rule}]" if known and known.rule else ""
+    lines = [f"attnrepro: {message}{rule}"]
     if known:
         lines += [f"  {problem.line()}" for problem in known.problems]
     if hint:

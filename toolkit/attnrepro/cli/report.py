@@ -29,12 +29,13 @@ def report(
     trust_file: Annotated[
         Path | None, typer.Option("--trust", help="Another trust file than your own.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Write a report of one or more artifacts. Each is verified first (exit 1)."""
     from attnrepro.artifact import trust
     from attnrepro.artifact.verify import verify
-    from attnrepro.files import atomic_write
+    from attnrepro.files import write_output
     from attnrepro.report import html, markdown
     from attnrepro.report.sections import article
 
@@ -43,7 +44,7 @@ def report(
     render = html.render if output_format is Format.HTML else markdown.render
     document = render(articles)
     if output is not None:
-        atomic_write(output, document.encode())
+        write_output(output, document.encode(), inputs=files, force=force)
         progress(f"wrote {output}")
         if as_json:
             found = {"format": output_format.value, "file": str(output)}

@@ -33,7 +33,7 @@ from attnrepro.images.process import run
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attnrepro.images.store import Store
+    from attnrepro.images.store import ImageRecord, Store
     from attnrepro.images.wheelfiles import WheelInfo
     from attnrepro.jsonio import JsonObject
 
@@ -105,6 +105,9 @@ def make(
     if wheels and STACK not in stacks:
         message = f"--wheel is for the stack {STACK}"
         raise UsageError(message, hint=f"attnrepro bundle {STACK} --wheel …")
+    for name in stacks:
+        if name != STACK:
+            _built(name, store)
     with store.workspace("bundle") as work:
         payload = work / "payload"
         payload.mkdir()
@@ -155,13 +158,18 @@ def _requirements() -> list[str]:
     return [line for line in lines if "extra ==" not in line]
 
 
-def _image(folder: Path, name: str, store: Store) -> str:
-    """Copy a built image's record and blobs."""
+def _built(name: str, store: Store) -> ImageRecord:
     stack, _, revision = name.partition("@")
     record = store.find(stack, revision or None)
     if record is None:
         message = f"the image of {name} is not built yet"
         raise Unavailable(message, hint=f"attnrepro build {name}")
+    return record
+
+
+def _image(folder: Path, name: str, store: Store) -> str:
+    """Copy a built image's record and blobs."""
+    record = _built(name, store)
     target = folder / record.stack
     (target / "blobs").mkdir(parents=True)
     (target / "record.json").write_text(json.dumps(record.document))

@@ -1,0 +1,48 @@
+"""Every artifact that ships is accepted by this release, however old it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnrepro import files, resources
+from attnrepro.artifact.trust import TrustStore
+from attnrepro.artifact.verify import verify
+from attnrepro.cli import main
+from attnrepro.manifest.load import load
+
+ARTIFACTS = sorted(resources.manifests_dir().glob("*/reference.attnrepro"))
+
+
+def test_there_are_some() -> None:
+    assert {path.parent.name for path in ARTIFACTS} >= {"quickstart", "hopper-headline-host"}
+
+
+@pytest.mark.parametrize("path", ARTIFACTS, ids=lambda path: path.parent.name)
+def test_it_verifies_under_the_known_key_and_is_of_its_manifest(path: Path) -> None:
+    verified = verify(path, trust=TrustStore())
+    assert not verified.trusted
+    shipped = load(path.with_name("manifest.json"))
+    assert verified.members["manifest.json"] == shipped.canonical
+
+
+def test_a_report_never_replaces_what_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact = tmp_path / "a.attnrepro"
+    artifact.write_bytes(ARTIFACTS[0].read_bytes())
+    assert main.run(["report", str(artifact), "-o", str(artifact), "--force"]) == 2
+    assert artifact.read_bytes() == ARTIFACTS[0].read_bytes()
+    taken = tmp_path / "taken.md"
+    taken.write_text("mine")
+    assert main.run(["report", str(artifact), "-o", str(taken)]) == 2
+    assert taken.read_text() == "mine"
+    assert main.run(["report", str(artifact), "-o", str(taken), "--force"]) == 0
+    assert main.run(["report", str(artifact), "-o", str(tmp_path / "no" / "r.md")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_device_is_not_read_as_a_file() -> None:
+    with pytest.raises(OSError, match="not a regular file"):
+        files.read_regular(Path("/dev/zero"), limit=10)

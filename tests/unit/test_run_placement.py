@@ -85,3 +85,8 @@ def test_a_required_clock_is_the_runners_to_hold_to() -> None:
 def test_several_devices_are_refused() -> None:
     with pytest.raises(Unavailable, match="asks for 2 devices"):
         place(asked(vendor="nvidia", count=2), FakeEngine(), device=None)
+
+
+def test_a_device_is_not_named_in_vain() -> None:
+    with pytest.raises(UsageError, match="is for the CPU"):
+        place(asked(), FakeEngine(), device="nvidia:7")

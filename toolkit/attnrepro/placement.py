@@ -50,6 +50,9 @@ def place(
     _check_ability(wanted, lock_clocks=lock_clocks)
     check_architecture(wanted["architectures"], here(wanted["vendor"], wanted["threads"]))
     if wanted["vendor"] == "cpu":
+        if device not in (None, "cpu"):
+            message = f"the manifest is for the CPU, and --device names {device}"
+            raise UsageError(message, hint="leave --device out, or change device.vendor")
         threads = wanted["threads"]
         cores = sorted(os.sched_getaffinity(0))
         if threads is not None and threads > len(cores):

@@ -34,7 +34,8 @@ class ImageSource(Protocol):
     def get(self, ref: ImageRef, progress: Callable[[str], None]) -> ReadyImage:
         """The image of a stack.
 
-        Raises Unavailable where it is not there, BuildFailed, ImageDiffers.
+        Raises InvalidDocument where there is no such stack, Unavailable where its image is not
+        there, BuildFailed, ImageDiffers.
         """
         ...
 
@@ -53,6 +54,10 @@ class StoreImages:
         record = self._store.find(ref.stack, ref.revision)
         if ref.digest is not None and (record is None or record.manifest_digest != ref.digest):
             record = self._store.by_digest(ref.digest) or record
+        if record is None:
+            from attnrepro.manifest import stacks
+
+            stacks.find(ref, self._store)  # a stack that nobody has can be built by nobody
         if record is None and self._build:
             from attnrepro.images.build import build
 

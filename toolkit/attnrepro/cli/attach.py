@@ -24,8 +24,8 @@ def attach(
 ) -> None:
     """Write the block to stdout. The artifact is verified first."""
     if pull_request == paper:
-        message = "say where it goes"
-        raise UsageError(message, hint="give --pr or --paper")
+        message = "it goes to one place"
+        raise UsageError(message, hint="give one of --pr and --paper")
     verified = verify(file, trust=trust.load())
     block = (markdown if pull_request else latex)(verified, file=file.name)
     found = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,13 +216,22 @@ def test_every_shipped_pin_is_a_digest_that_stands_once() -> None:
 
 def test_upstream_names_stand_in_sources_json_only() -> None:
     """Addresses anywhere else would be fetched past the host's configuration."""
-    hosts = ("download.pytorch.org", "registry-1.docker.io")
+    hosts = ("download.pytorch.org", "registry-1.docker.io", "nvcr.io/v2")
     root = Path(__file__).resolve().parents[2]
     for folder in (root / "toolkit", root / "images"):
         for path in folder.rglob("*"):
             if path.is_file() and path.suffix != ".pyc" and path.name != "sources.json":
                 text = path.read_text(encoding="utf-8", errors="replace")
                 assert not any(host in text for host in hosts), path
+
+
+def test_archives_that_tools_know_are_asked_of_them() -> None:
+    assert sources.source_url("wheels", "pypi").endswith("/simple")
+    if shutil.which("mmdebstrap"):
+        assert sources.source_url("apt", "debian").endswith("/debian")
+    entries = json.loads((images_dir() / "sources.json").read_bytes())
+    assert "url" not in entries["wheels"]["pypi"]
+    assert "url" not in entries["apt"]["debian"]
 
 
 def test_a_name_that_nobody_serves_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from attnrepro.errors import BuildFailed, Unavailable
@@ -221,7 +222,9 @@ def apt_mirrors(source: str, extra: Sequence[str] = ()) -> list[str]:
     listed = output(["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"])
     found = [line.strip().rstrip("/") for line in (listed or "").splitlines()]
     own = [url for url in found if url.endswith(f"/{source}")]
-    result = [url.rstrip("/") for url in extra] + own + [source_url("apt", source)]
+    result = [url.rstrip("/") for url in extra] + own
+    with suppress(BuildFailed):  # without a default, those given and configured must do
+        result.append(source_url("apt", source))
     return list(dict.fromkeys(result))
 
 

@@ -7,11 +7,15 @@ base image by its key in `images/digests.json`, where each digest stands once.
 from __future__ import annotations
 
 import re
+import shutil
 import socket
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import BuildFailed, InvalidDocument, Problem
+from attnrepro.images.process import output
 from attnrepro.jsonio import loads
 from attnrepro.resources import images_dir
 
@@ -59,16 +63,35 @@ def source_url(kind: str, key: str) -> str:
         key: The key in images/sources.json.
 
     Raises:
-        BuildFailed: no such key.
+        BuildFailed: no such key, or the tool whose default it is cannot say it.
     """
     sources = loads((images_dir() / "sources.json").read_bytes(), what="images/sources.json")
     try:
-        url: str = sources[kind][key]["url"]
+        entry: dict[str, str] = sources[kind][key]
+        url = entry["url"] if "url" in entry else _default_of(entry["default_of"])
     except KeyError:
         known = ", ".join(sorted(sources.get(kind, {})))
         message = f"images/sources.json has no {kind} source {key!r}"
         raise BuildFailed(message, hint=f"known keys: {known}") from None
     return url.rstrip("/")
+
+
+def _default_of(tool: str) -> str:
+    """The archive that pip or mmdebstrap itself asks where nothing else is configured."""
+    if tool == "pip":
+        code = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+        found = output([sys.executable, "-c", code])
+        if found and found.strip():
+            return found.strip()
+        hint = f"{sys.executable} -m ensurepip"
+    else:
+        program = shutil.which(tool)
+        text = Path(program).read_text(errors="replace") if program else ""
+        if match := re.search(r"https?://[a-z.]+/debian\b", text):
+            return match[0]
+        hint = "name a mirror with --mirror"
+    message = f"{tool} does not say which archive it asks by default"
+    raise BuildFailed(message, hint=hint)
 
 
 def base_image(digests: bytes, key: str, *, what: str) -> BaseImage:

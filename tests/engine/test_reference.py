@@ -64,8 +64,8 @@ def test_the_reference_repeats_here_or_is_said_to_be_out_of_scope(
         return
     assert done.returncode == 0, (done.returncode, done.stdout[-3000:], done.stderr[-3000:])
     verdicts = json.loads(done.stdout)["verdicts"]
-    assert verdicts["outputs-identical"]["result"] == "yes", verdicts
-    assert verdicts["image-identical"]["result"] == "yes", verdicts
+    assert verdicts["outputs_identical"]["result"] == "yes", verdicts
+    assert verdicts["image_identical"]["result"] == "yes", verdicts
 
 
 def own_runs_agree(engine: str, folder: Path) -> None:
@@ -75,4 +75,4 @@ def own_runs_agree(engine: str, folder: Path) -> None:
     assert first.returncode == 0, first.stderr[-3000:]
     second = attnrepro("rerun", "first.attnrepro", "--engine", engine, "--json", folder=folder)
     assert second.returncode == 0, (second.stdout[-3000:], second.stderr[-3000:])
-    assert json.loads(second.stdout)["verdicts"]["outputs-identical"]["result"] == "yes"
+    assert json.loads(second.stdout)["verdicts"]["outputs_identical"]["result"] == "yes"

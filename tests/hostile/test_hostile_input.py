@@ -258,6 +258,8 @@ def test_threshold_counts_distinct_owners(honest: bytes) -> None:
     )
     assert backing() == (("alice",), (), 0)
     assert backing(mine) == (("alice",), (), 1)
+    not_a_rerun = support(original, [original], trust=store, now=NOW)
+    assert not_a_rerun.ignored == ("rerun 1 is the statement of a run, not of a rerun",)
     assert backing(strangers, differs, elsewhere) == (("alice",), (), 3)
     assert backing(bobs, bobs) == (("alice", "bob"), ("bob",), 0)
     with pytest.raises(Rejected) as caught:

@@ -119,6 +119,7 @@ def test_project_key_is_known_and_not_trusted(
     fingerprint = next(key for key, name in known.items() if name == "attnrepro-reference")
     keys = told(capsys, "trust", "list")["keys"]
     assert [key["fingerprint"] for key in keys] == [fingerprint]
+    assert said(capsys, "trust", "list").count(fingerprint) == 1
 
 
 def test_known_key_is_named_and_exits_3(
@@ -198,6 +199,16 @@ def test_show_member(file: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> 
     assert struct.pack("<40q", *values) == example.files()[name]
     assert run(["show", str(file), "--member", "../x"]) == 2
     assert run(["show", str(file), "--member", "logs/flash-0.txt", "--csv"]) == 2
+
+
+@pytest.mark.parametrize(
+    "flags", [("--csv", "--json"), ("--members", "--csv"), ("--member", "manifest.json", "--json")]
+)
+def test_show_gives_one_thing(
+    file: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(file), *flags]) == 2
+    assert "exclude each other" in "".join(capsys.readouterr())
 
 
 def test_rejected_is_not_shown(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,27 @@ def test_interrupt_is_10(
     verb_raises(error)
     assert main.run(["run"]) == 10
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_unwind_as_ctrl_c_does(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module, temporary = ModuleType("attnrepro.cli.run"), tmp_path / "temporary"
+
+    def run() -> None:
+        temporary.touch()
+        try:
+            signal.raise_signal(number)
+        finally:
+            temporary.unlink()
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setattr(main, "import_module", lambda name: module)
+    before = signal.getsignal(number)
+    assert main.run(["run"]) == 10
+    assert not temporary.exists()
+    assert signal.getsignal(number) is before
 
 
 def test_unexpected_error_leaves_a_trace_and_prints_none(

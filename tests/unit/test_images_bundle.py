@@ -20,7 +20,12 @@ from attnrepro.images.wheelfiles import read_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
+from typing import TYPE_CHECKING
+
 from small_host import make_wheel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PART = 700_000
 
@@ -189,6 +194,35 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         make(["cpu-torch2.13"], wheels=[Path("x.whl")])
     with pytest.raises(BuildFailed, match="dockerd"):
         make([STACK], engine_root=tmp_path / "full")
+
+
+def test_interrupted_bundle_leaves_nothing_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls = tmp_path / "out", []
+
+    def pieces(payload: Path) -> Iterator[bytes]:
+        yield bytes(70_000)
+        calls.append(sorted(path.name for path in out.iterdir()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundle.bundle_engine, "put", lambda *a, **k: None)
+    monkeypatch.setattr(bundle, "_package", lambda *a: None)
+    monkeypatch.setattr(bundle, "_compressed", pieces)
+    with pytest.raises(KeyboardInterrupt):
+        bundle.make(
+            [],
+            out=out,
+            part_size=65536,
+            wheels=(),
+            public=(),
+            python="3.12",
+            store=Store(tmp_path / "store"),
+            engine_root=None,
+            progress=lambda line: None,
+        )
+    assert calls == [["part-0000"]]
+    assert not out.exists()
 
 
 def test_stack_that_is_not_built(tmp_path: Path) -> None:

@@ -155,6 +155,26 @@ def test_what_is_not_strict_json(text: bytes) -> None:
     assert caught.value.problems
 
 
+@pytest.mark.parametrize(
+    ("text", "pointer", "place"),
+    [
+        (b'{"a": {"b": [1, 2,\n NaN]}}', "/a/b/2", "line 2 column 2"),
+        (b'{"a": 1,\n "c": {"a": 2, "a": 3}}', "/c/a", "line 2 column 16"),
+        (b'{"a": [{"c/d": 123456789012345678901}]}', "/a/0/c~1d", "line 1 column 16"),
+        (b'{"a\\"b": {"~": -0.0}}', '/a"b/~0', "line 1 column 16"),
+        (b'{"x": ["[", "{", "\\ud800"]}', "/x/2", "line 1 column 18"),
+        (b"[" * 66 + b"]" * 66, "/0" * 64, "line 1 column 65"),
+        (b'{"a": 1,\n}', "", "line 2 column 1"),
+    ],
+)
+def test_refused_json_is_located(text: bytes, pointer: str, place: str) -> None:
+    with pytest.raises(InvalidDocument) as caught:
+        load(text)
+    (problem,) = caught.value.problems
+    assert problem.pointer == pointer
+    assert place in problem.found
+
+
 def test_files_that_are_no_manifests(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         load(tmp_path / "missing.json")
@@ -184,6 +204,23 @@ def test_problems_of_schema_and_meaning_are_told_together() -> None:
         "/subjects/1/id",
         "/workload/mask/causal",
         "/workload/heads_kv",
+    }
+
+
+def test_a_required_part_that_is_refused_hides_no_other() -> None:
+    value = decode(heads_kv=3)
+    del value["image"]
+    value["subjects"][0]["backend"] = 5
+    assert set(refused(value)) == {"/image", "/subjects/0/backend", "/workload/heads_kv"}
+    value = decode(batch=-1)
+    value["subjects"][1]["id"] = value["subjects"][0]["id"]
+    assert set(refused(value)) == {"/workload/batch", "/subjects/1/id"}
+    assert set(refused({"workload": []})) == {
+        "/image",
+        "/name",
+        "/schema",
+        "/subjects",
+        "/workload",
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from attnrepro.errors import InvalidDocument, Problem
@@ -22,24 +23,37 @@ MAX_INTEGER: Final = 2**53 - 1
 MAX_DEPTH: Final = 64
 
 
+_SMALLER: Final = "write a smaller number (a seed may also be a decimal string)"
+_ANY_DOCUMENT: Final = "one JSON document (RFC 8259), UTF-8, every key once, finite numbers"
+
+
 class _Refused(ValueError):
-    pass
+    def __init__(self, found: str, *, allowed: str, fix: str) -> None:
+        super().__init__(found)
+        self.allowed = allowed
+        self.fix = fix
 
 
 def _pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            message = f"the key {key!r} stands twice in one object"
-            raise _Refused(message)
+            raise _twice(key)
         result[key] = value
     return result
 
 
+def _twice(key: str) -> _Refused:
+    message = f"the key {key[:80]!r} stands twice in one object"
+    return _Refused(message, allowed="every key once", fix="keep one of the two")
+
+
 def _integer(text: str) -> int:
     if len(text) > 17 or abs(value := int(text)) > MAX_INTEGER:
-        message = f"the integer {text[:40]} is beyond 2^53 - 1; write it as a string"
-        raise _Refused(message)
+        shown = text if len(text) <= 40 else f"{text[:40]}… ({len(text)} digits)"
+        message = f"the integer {shown} is beyond 2^53 - 1"
+        allowed = f"-{MAX_INTEGER} to {MAX_INTEGER}, which every JSON reader agrees on"
+        raise _Refused(message, allowed=allowed, fix=_SMALLER)
     return value
 
 
@@ -47,28 +61,28 @@ def _real(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         message = f"the number {text[:40]} overflows"
-        raise _Refused(message)
+        raise _Refused(message, allowed="finite float64 numbers", fix="write a smaller number")
     if value == 0 and text.startswith("-"):
-        message = "negative zero has no canonical form"
-        raise _Refused(message)
+        message = "negative zero, which has no canonical form"
+        raise _Refused(message, allowed="0", fix="drop the sign")
     return value
 
 
 def _constant(text: str) -> float:
-    message = f"{text} is not JSON"
-    raise _Refused(message)
+    message = f"{text}, which is not JSON"
+    raise _Refused(
+        message, allowed="finite numbers", fix="write a number, or null where it is allowed"
+    )
 
 
 def _check_tree(value: object, depth: int) -> None:
     if depth > MAX_DEPTH:
-        message = f"nested deeper than {MAX_DEPTH} levels"
-        raise _Refused(message)
+        raise _too_deep()
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            message = "a string holds a lone surrogate"
-            raise _Refused(message) from None
+            raise _surrogate() from None
     elif isinstance(value, list):
         for item in value:
             _check_tree(item, depth + 1)
@@ -78,16 +92,28 @@ def _check_tree(value: object, depth: int) -> None:
             _check_tree(item, depth + 1)
 
 
+def _too_deep() -> _Refused:
+    message = f"nesting deeper than {MAX_DEPTH} levels"
+    return _Refused(message, allowed=f"{MAX_DEPTH} levels", fix="flatten the document")
+
+
+def _surrogate() -> _Refused:
+    message = "a string with a lone surrogate"
+    return _Refused(message, allowed="Unicode scalar values", fix="write the character itself")
+
+
 def loads(data: bytes, *, what: str) -> Any:
     """Parse strict JSON.
 
-    Raises InvalidDocument (exit 2) naming `what`, with the line and column where there is one.
+    Raises InvalidDocument (exit 2) naming `what`, with line, column and, where the text is JSON but
+    refused, the pointer of the place.
     """
+    text = ""
     try:
         text = data.decode("utf-8")
         if text.startswith("\ufeff"):
-            message = "it begins with a byte-order mark"
-            raise _Refused(message)
+            message = "a byte-order mark at its beginning"
+            raise _Refused(message, allowed=_ANY_DOCUMENT, fix="save it as UTF-8 without one")
         value = json.loads(
             text,
             object_pairs_hook=_pairs,
@@ -97,20 +123,74 @@ def loads(data: bytes, *, what: str) -> Any:
         )
         _check_tree(value, 0)
     except (ValueError, RecursionError) as error:
-        found = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        message = f"{what} is not valid JSON: {found}"
-        raise InvalidDocument(
-            message,
-            problems=[
-                Problem(
-                    pointer="",
-                    found=found,
-                    allowed="one JSON document (RFC 8259), UTF-8, every key once, finite numbers",
-                    fix="mend the file where it says",
-                )
-            ],
-        ) from None
+        raise _invalid(error, text, what) from None
     return value
+
+
+def _invalid(error: ValueError | RecursionError, text: str, what: str) -> InvalidDocument:
+    refused = _too_deep() if isinstance(error, RecursionError) else error
+    pointer = ""
+    if isinstance(refused, _Refused):
+        found, allowed, fix = str(refused), refused.allowed, refused.fix
+        if place := _place(text):
+            pointer, position = place
+            line = text.count("\n", 0, position) + 1
+            found += f": line {line} column {position - text.rfind(chr(10), 0, position)}"
+    else:  # json and the decoder name the place themselves
+        found, allowed, fix = str(error), _ANY_DOCUMENT, "mend the file at that place"
+    message = f"{what} is not valid JSON: {found}"
+    problem = Problem(pointer=pointer, found=found, allowed=allowed, fix=fix)
+    return InvalidDocument(message, problems=[problem])
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+', re.DOTALL)
+
+
+def _place(text: str) -> tuple[str, int] | None:
+    """Pointer and offset of the first token that `loads` refuses; run only after a refusal."""
+    path: list[str | int] = []
+    keys: list[set[str]] = []  # of the open objects; an empty set of an array is never used
+    key_next = False
+    for match in _TOKEN.finditer(text):
+        token, position = match.group(), match.start()
+        if token in "{[":
+            if len(path) >= MAX_DEPTH:
+                return _pointer(path), position
+            path.append("" if token == "{" else 0)
+            keys.append(set())
+            key_next = token == "{"
+        elif token in "}]":
+            if not path:
+                return None
+            path.pop()
+            keys.pop()
+        elif token == ",":
+            if path and isinstance(path[-1], int):
+                path[-1] += 1
+            key_next = bool(path) and isinstance(path[-1], str)
+        elif token == ":":
+            key_next = False
+        elif key_next and path and token.startswith('"'):
+            path[-1] = key = str(json.loads(token))
+            if key in keys[-1] or _refuses(token):
+                return _pointer(path), position
+            keys[-1].add(key)
+        elif _refuses(token):
+            return _pointer(path), position
+    return None
+
+
+def _refuses(token: str) -> bool:
+    try:
+        value = json.loads(token, parse_int=_integer, parse_float=_real, parse_constant=_constant)
+        _check_tree(value, 0)
+    except ValueError:
+        return True
+    return False
+
+
+def _pointer(path: Sequence[str | int]) -> str:
+    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
 
 
 def canonical(value: Json | JsonObject | list[Any]) -> bytes:

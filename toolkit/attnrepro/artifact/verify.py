@@ -188,7 +188,9 @@ def support(
     now = now or datetime.now(UTC)
     counted, ignored = [], []
     for number, rerun in enumerate(reruns, 1):
-        if rerun.statement.original_sha256 != original.statement.content_sha256:
+        if rerun.kind is not Kind.RERUN:
+            ignored.append(f"rerun {number} is the statement of a run, not of a rerun")
+        elif rerun.statement.original_sha256 != original.statement.content_sha256:
             ignored.append(f"rerun {number} is about another content")
         elif rerun.predicate["verdicts"]["outputs_identical"]["result"] != "yes":
             ignored.append(f"rerun {number} does not say that the outputs are identical")

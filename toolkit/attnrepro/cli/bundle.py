@@ -19,7 +19,7 @@ def bundle(
         ),
     ],
     out: Annotated[Path, typer.Option(help="A new folder for the parts.")],
-    part_size: Annotated[str, typer.Option(help="Most bytes of a part, as 31MiB.")] = "31MiB",
+    part_size: Annotated[str, typer.Option(help="Most bytes of a part, as 30MiB.")] = "30MiB",
     wheel: Annotated[
         list[Path] | None,
         typer.Option(help="host-torch: a kernel's wheel; may be given again."),

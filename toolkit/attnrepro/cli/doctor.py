@@ -9,7 +9,9 @@ import typer
 
 from attnrepro.cli.output import emit, progress
 from attnrepro.errors import Unavailable, UsageError
-from attnrepro.files import store_dir
+from attnrepro.files import read_regular, store_dir
+
+_MAX_SAMPLES = 1 << 28  # bytes
 
 
 def doctor(
@@ -75,7 +77,7 @@ def _judge_samples(samples: Path, *, aa: bool, as_json: bool) -> None:
         message = "--samples without --aa"
         raise UsageError(message, hint="give both")
     try:
-        data = samples.read_bytes()
+        data = read_regular(samples, limit=_MAX_SAMPLES)
     except OSError as error:
         message = f"cannot read {samples}: {error.strerror}"
         raise UsageError(message, hint="name the file of fidelity --samples") from None

@@ -53,7 +53,7 @@ def new(
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Write a manifest, checked, that you can go on editing."""
+    """Write a valid manifest to go on editing; `attnrepro check` says what of it can run."""
     if output.exists() and not force:
         message = f"{output} is there already"
         raise UsageError(message, hint="--force replaces it")

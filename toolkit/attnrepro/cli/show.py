@@ -34,6 +34,19 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Show what an artifact holds. It is verified first; a rejected one is not shown."""
+    asked = [
+        flag
+        for flag, given in (
+            ("--member", member is not None),
+            ("--members", members),
+            ("--csv", as_csv and member is None),
+            ("--json", as_json and not members),
+        )
+        if given
+    ]
+    if len(asked) > 1:
+        message = f"{' and '.join(asked)} exclude each other"
+        raise UsageError(message, hint="give one of them")
     verified = verify(file, trust=trust.load(trust_file), budget=Budget(content=max_mib * MIB))
     if member is not None:
         _write_member(verified, member, as_csv=as_csv)

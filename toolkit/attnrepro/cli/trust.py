@@ -66,7 +66,12 @@ def list_(trust_file: _File = None, as_json: _Json = False) -> None:
     known = trust.known_keys()
     found = {"threshold": store.threshold, "keys": entries, "known": known}
     lines = [_line(entry) for entry in entries] or ["no key is trusted yet"]
-    lines += [f"{'known, not trusted':<20}{name}  sha256:{key}" for key, name in known.items()]
+    held = {entry.key.fingerprint for entry in store.keys}
+    lines += [
+        f"{'known, not trusted':<20}{name}  sha256:{key}"
+        for key, name in known.items()
+        if key not in held
+    ]
     emit(found, as_json=as_json, text=lambda: "\n".join(lines))
 
 

@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -126,7 +127,16 @@ def make(
         }
         (payload / "contents.json").write_text(json.dumps(contents, indent=1))
         progress("compressing")
-        return _cut(payload, out, part_size, progress)
+        fresh = not out.exists()
+        try:
+            return _cut(payload, out, part_size, progress)
+        except BaseException:  # half a bundle would stand in the way of the next
+            for left in out.iterdir() if out.is_dir() else ():
+                left.unlink()
+            if fresh:
+                with suppress(OSError):
+                    out.rmdir()
+            raise
 
 
 def _package(site: Path, wheelhouse: Path, python: str, progress: Progress) -> None:

@@ -43,9 +43,9 @@ def load(
     data, what = (source, "the manifest") if isinstance(source, bytes) else _read(source)
     document = defaults.plain(jsonio.loads(data, what=what))
     problems = [_in_context(p) for p in schema.validate(defaults.KIND, document)]
-    judged = document if not problems else _without(document, problems)
+    judged, replaced = _mended(document, problems)
     if judged is not None:
-        touched = [p.pointer for p in problems]
+        touched = [p.pointer for p in problems] + replaced
         problems += [p for p in _check(judged) if not _concerns(p.pointer, touched)]
     if problems:
         number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -119,25 +119,65 @@ def _in_context(problem: Problem) -> Problem:
     return Problem(pointer=problem.pointer, found=problem.found, allowed=problem.allowed, fix=fix)
 
 
-def _without(document: Any, problems: list[Problem]) -> Any | None:
-    """The document without the fields that its schema refuses, so that the rest is judged too.
+_SUBSTITUTE: Final[JsonObject] = {
+    "schema": "attnrepro.manifest/1",
+    "name": "substitute",
+    "image": {"stack": "cpu-torch2.13"},
+    "device": {"vendor": "cpu", "threads": 1},
+    "workload": {
+        "phase": "prefill",
+        "batch": 1,
+        "seqlen_q": 1,
+        "seqlen_k": 1,
+        "heads_q": 1,
+        "head_dim": 8,
+        "dtype": "float32",
+    },
+    "subjects": [{"id": "substitute", "backend": "eager"}],
+}
+"""Stands in for a required part that its schema refuses, so that the other parts are judged too."""
 
-    None where that does not give a valid document.
+
+def _mended(document: Any, problems: list[Problem]) -> tuple[Any | None, list[str]]:
+    """A valid document from the valid parts, and the pointers under which nothing can be said.
+
+    First the refused fields go; where that leaves something required missing, the whole part goes
+    or is replaced. None where even that is not valid.
     """
+    if not problems:
+        return document, []
+    if not isinstance(document, dict):
+        return None, []
     document = copy.deepcopy(document)
     for problem in problems:
-        target = document
-        *parents, name = [
-            part.replace("~1", "/").replace("~0", "~") for part in problem.pointer.split("/")[1:]
-        ] or [""]
-        for parent in parents:
-            if isinstance(target, list) and parent.isdigit() and int(parent) < len(target):
-                target = target[int(parent)]
-            else:
-                target = target.get(parent) if isinstance(target, dict) else None
-        if isinstance(target, dict):
-            target.pop(name, None)
-    return None if schema.validate(defaults.KIND, document) else document
+        _drop(document, problem.pointer)
+    parts = {p.pointer.split("/")[1] for p in schema.validate(defaults.KIND, document) if p.pointer}
+    if parts & {"workload", "subjects"}:
+        # What varies or embeds the call cannot be judged without it.
+        parts |= {"sweep", "variants", "request"} & set(document)
+    for part in parts:
+        document.pop(part, None)
+    for part, value in _SUBSTITUTE.items():
+        if part not in document and (part != "device" or parts & {"device", "image"}):
+            document[part] = value
+            parts.add(part)
+    if schema.validate(defaults.KIND, document):
+        return None, []
+    return document, [f"/{part}" for part in parts]
+
+
+def _drop(document: Any, pointer: str) -> None:
+    target = document
+    *parents, name = [
+        part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]
+    ] or [""]
+    for parent in parents:
+        if isinstance(target, list) and parent.isdigit() and int(parent) < len(target):
+            target = target[int(parent)]
+        else:
+            target = target.get(parent) if isinstance(target, dict) else None
+    if isinstance(target, dict):
+        target.pop(name, None)
 
 
 def _concerns(pointer: str, touched: list[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -187,6 +188,15 @@ def test_one_engine_is_enough() -> None:
     assert "This machine can build" in usable.text()
     lacking = Check(id="platform", level=Level.MISSING, found="x", fix="y")
     assert not Diagnosis(checks=(*usable.checks, lacking)).usable
+
+
+def test_asking_for_pip_leaves_the_import_system_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            assert name != "pip"
+
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+    assert checks.python_check().found.endswith("with pip")
 
 
 def test_doctor_on_this_machine_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from attnrepro.engines import gpuchecks, install
 from attnrepro.engines.docker import DockerEngine
 from attnrepro.engines.podman import PodmanEngine
 from attnrepro.errors import Unavailable
+from attnrepro.images.sources import pip_is_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -176,8 +177,7 @@ def python_check() -> Check:
         fix = f"apt-get install python{series}-venv"
         found = f"Python {version} without {' and '.join(lacking)}"
         return Check(id="python", level=Level.WARN, found=found, fix=fix)
-    pip = "pip" if importlib.util.find_spec("pip") or shutil.which("pip") else None
-    if pip is None:
+    if not pip_is_here():
         found = f"Python {version} without pip, which fetches an image's wheels"
         return Check(
             id="python",

@@ -7,7 +7,6 @@ name.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ from attnrepro.errors import BuildFailed, Unavailable
 from attnrepro.files import sha256_file
 from attnrepro.images.process import output, run, stream
 from attnrepro.images.simpleindex import find
-from attnrepro.images.sources import reachable, source_url
+from attnrepro.images.sources import pip_is_here, reachable, source_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +109,7 @@ def wheels(
         return 0
     if offline:
         _refuse_offline(wanted)
-    if importlib.util.find_spec("pip") is None:
+    if not pip_is_here():
         message = f"{sys.executable} has no pip, which fetches the wheels"
         raise Unavailable(message, hint=f"{sys.executable} -m ensurepip")
     total = sum(item.size for item in wanted)

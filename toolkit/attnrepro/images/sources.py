@@ -6,6 +6,7 @@ base image by its key in `images/digests.json`, where each digest stands once.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import socket
@@ -74,6 +75,15 @@ def source_url(kind: str, key: str) -> str:
         message = f"images/sources.json has no {kind} source {key!r}"
         raise BuildFailed(message, hint=f"known keys: {known}") from None
     return url.rstrip("/")
+
+
+def pip_is_here() -> bool:
+    """Whether this interpreter has pip.
+
+    Its metadata are asked, not the import system: a finder that looks for pip makes setuptools'
+    hook give up its distutils for the rest of the process, and torch's compiler then fails.
+    """
+    return any(True for _ in importlib.metadata.distributions(name="pip"))
 
 
 def _default_of(tool: str) -> str:

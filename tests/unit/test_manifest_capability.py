@@ -69,7 +69,8 @@ def test_every_claim_is_valid_and_has_source_and_date(path: Path) -> None:
     ("backend", "workload", "word"),
     [
         ("eager", {"softcap": 30, "alibi": {"slopes": "geometric"}, "head_dim_v": 32}, None),
-        ("eager", {"phase": "forward", "dropout": {"p": 0.1, "seed": 1}}, "dropout"),
+        ("eager", {"phase": "forward", "dropout": {"p": 0.1, "seed": 1}}, None),
+        ("sdpa.math", {"phase": "forward", "dropout": {"p": 0.1, "seed": 1}}, "dropout"),
         ("sdpa.flash", {"head_dim_v": 32}, "head_dim_v"),
         ("sdpa.flash", {"softcap": 30}, "softcap"),
         ("sdpa.flash", {"strides": {"v": [2048, 1, 1024, 16]}}, "strides"),

@@ -243,7 +243,6 @@ def test_a_rewritten_input_is_seen() -> None:
         ("sdpa.flash", {"dropout": {"p": 0.5, "seed": 1}}, "global generator"),
         ("sdpa.efficient", {}, "No viable backend"),
         ("sdpa.cudnn", {}, "No viable backend"),
-        ("eager", {"dropout": {"p": 0.5, "seed": 1}}, "no dropout mask"),
         ("eager", {"dtype_out": "float32", "dtype": "bfloat16"}, "returns the inputs' dtype"),
         ("eager", {"accumulate": "float64"}, "accumulates"),
         (

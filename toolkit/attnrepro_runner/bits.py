@@ -64,16 +64,18 @@ def repeat(
     profile: str = "native",
     claimed: str = "bitwise",
     between: Callable[[], None] | None = None,
+    rebind: bool = False,
     batch_invariant: bool | None = None,
 ) -> BitsReport:
     """Call `repeats` times on the same inputs and compare every output's bytes.
 
     Args:
-        prepared_factory: binds the backend, once.
+        prepared_factory: binds the backend; called once, or with `rebind` for each call.
         repeats: calls, at least 2.
         profile: CPU arithmetic profile in force, for the record.
         claimed: "bitwise" or "none".
         between: done before each call, such as poisoning the allocator's free blocks.
+        rebind: bind anew for each call, since consecutive calls draw other dropout masks.
         batch_invariant: what `batch_invariance` said, for the record.
 
     Raises:
@@ -89,6 +91,8 @@ def repeat(
     for n in range(repeats):
         if between is not None:
             between()
+        if rebind and n:
+            prepared = prepared_factory()
         found = output_digests(prepared.step())
         if n == 0:
             first = found
@@ -120,8 +124,8 @@ def batch_invariance(
 ) -> bool | None:
     """Say whether the first sequence's output has the same bits alone as in its batch.
 
-    None where there is one sequence, or where the batch enters the inputs (a descale measured over
-    the whole tensor).
+    None where there is one sequence, or where the batch enters the call otherwise (a descale
+    measured over the whole tensor, a dropout mask drawn for all of it).
 
     Args:
         backend: under test.
@@ -135,7 +139,9 @@ def batch_invariance(
         Unsupported: the backend takes the batch and not the single sequence.
 
     """
-    if workload.batch == 1 or (workload.fp8 is not None and workload.fp8.granularity == "tensor"):
+    if workload.batch == 1 or workload.dropout is not None:
+        return None
+    if workload.fp8 is not None and workload.fp8.granularity == "tensor":
         return None
     pool = workload.cache and dataclasses.replace(workload.cache, pool_pages=None)
     alone = dataclasses.replace(

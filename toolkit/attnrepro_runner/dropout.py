@@ -18,7 +18,7 @@ from attnrepro_runner.bench import ProbeBench
 from attnrepro_runner.blockrule import hex_float
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from attnrepro_runner.backends.base import Backend
     from attnrepro_runner.semantics import Workload
@@ -92,12 +92,12 @@ def probe_dropout(
     def fresh() -> ProbeBench:
         return ProbeBench(backend, options, workload, device)
 
-    weights = _read(fresh, workload)
-    again = _read(fresh, workload)
+    pairs = _all_pairs(workload)
+    weights, again = (_read(fresh, workload, _exact, pairs) for _ in range(2))
     mask, repeated = _kept(weights), _kept(again)
     # One bound backend, two calls: its generator must move on.
     bench = fresh()
-    first, second = (_kept(_one_block(bench, workload)) for _ in range(2))
+    first, second = (_kept(_one_block(bench, workload, pairs)) for _ in range(2))
     attended = kept = 0
     total = 0.0
     for (b, h), found in weights.items():
@@ -125,48 +125,73 @@ def probe_dropout(
 
 
 def read_mask(
-    backend: Backend, options: Mapping[str, object], workload: Workload, device: torch.device
+    backend: Backend,
+    options: Mapping[str, object],
+    workload: Workload,
+    device: torch.device,
+    *,
+    pairs: Sequence[tuple[int, int]],
 ) -> Callable[[int, int], torch.Tensor]:
     """Read the mask of the first call after `prepare`, as the oracle takes it.
 
-    Costs a call for every head_dim_v keys, and seqlen_q * seqlen_k bytes a head.
+    Costs a call of the whole workload for every head_dim_v keys, and seqlen_q * seqlen_k bytes a
+    pair.
+
+    Args:
+        backend: under test.
+        options: of the subject.
+        workload: the benchmarked one, with dropout.
+        device: where.
+        pairs: (sequence, query head) whose masks will be asked for.
+
     """
-    mask = _kept(_read(lambda: ProbeBench(backend, options, workload, device), workload))
+    mask = _read(
+        lambda: ProbeBench(backend, options, workload, device),
+        workload,
+        lambda found: found > 0,  # at once: weights of long rows would not fit
+        pairs,
+    )
 
     def keep(b: int, h: int) -> torch.Tensor:
-        return mask[b, h].to(device)
+        return mask[b, h]
 
     return keep
 
 
 def _read(
-    fresh: Callable[[], ProbeBench], workload: Workload
+    fresh: Callable[[], ProbeBench],
+    workload: Workload,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    pairs: Sequence[tuple[int, int]],
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Read all weights under one seed and offset: a newly bound backend for each block of keys."""
-    parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+    """Read weights under one seed and offset: a newly bound backend for each block of keys."""
+    parts: dict[tuple[int, int], list[torch.Tensor]] = {pair: [] for pair in pairs}
     bench = fresh()
     for n, block in enumerate(bench.key_blocks()):
         if n:
             bench = fresh()
-        for pair, found in _one_block(bench, workload, block).items():
-            parts.setdefault(pair, []).append(found)
+        for pair, found in _one_block(bench, workload, pairs, block).items():
+            parts[pair].append(convert(found))
     return {
         (b, h): torch.cat(part, dim=1)[:, : workload.seqlens_k[b]] for (b, h), part in parts.items()
     }
 
 
 def _one_block(
-    bench: ProbeBench, workload: Workload, block: int = 0
+    bench: ProbeBench, workload: Workload, pairs: Sequence[tuple[int, int]], block: int = 0
 ) -> dict[tuple[int, int], torch.Tensor]:
     zero_q, zero_k = torch.zeros_like(bench.packed["q"]), torch.zeros_like(bench.packed["k"])
     values = bench.one_hot_values(block, torch.ones_like(bench.source_ids()))
-    outputs = bench.call(q=zero_q, k=zero_k, v=values)
-    out = outputs.out.to("cpu", torch.float64)
-    return {
-        (b, h): views.query_rows(out, workload, b, h)
-        for b in range(workload.batch)
-        for h in range(workload.heads_q)
-    }
+    out = bench.call(q=zero_q, k=zero_k, v=values).out
+    return {(b, h): views.query_rows(out, workload, b, h) for b, h in pairs}
+
+
+def _exact(found: torch.Tensor) -> torch.Tensor:
+    return found.to("cpu", torch.float64)
+
+
+def _all_pairs(workload: Workload) -> list[tuple[int, int]]:
+    return [(b, h) for b in range(workload.batch) for h in range(workload.heads_q)]
 
 
 def _backward_same(fresh: Callable[[], ProbeBench], workload: Workload, mask: Masks) -> bool:

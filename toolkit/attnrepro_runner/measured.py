@@ -142,15 +142,18 @@ class MeasuredCell:
 
     def _judge(self, report: Report, part: str, stream: int) -> bool:
         workload, subject = self._cell.workload, self._subject
-        limit = SCORES_CHECKED[subject.device.type]
+        kind = subject.device.type
+        chosen = stages.selection(workload, kind, scores=SCORES_CHECKED[kind])
         judge = oracle.Oracle(
             workload,
             self._shared["accuracy"],
             self._tensors[0],
-            stages.selection(workload, subject.device.type, scores=limit),
+            chosen,
+            keep=stages.kept_weights(subject, workload, chosen),
             seed=stages.seed_text(self._cell, stream),
         )
-        outputs = subject.poisoned_step(workload, self._prepared[0])
+        called = stages.first_again(subject, workload, self._tensors[0], self._prepared[0])
+        outputs = subject.poisoned_step(workload, called)
         return report.judge(part, judge.check(outputs, empty_row_lse=subject.backend.empty_row_lse))
 
     def _check_execution(self, report: Report) -> None:

@@ -45,7 +45,8 @@ class Case:
     make: Callable[[], Backend]
     honest: bool = False
     oracle: bool = True
-    """Whether the oracle judges it: reading a dropout mask of long rows out is no part of a run."""
+    """Whether the oracle judges it: a mask is read in a call for every head_dim keys, too many of
+    these at 64k."""
 
 
 @dataclass(frozen=True, kw_only=True)

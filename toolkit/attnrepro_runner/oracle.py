@@ -317,19 +317,24 @@ def _mapping(accuracy: Mapping[str, object], name: str) -> dict[str, int]:
     return value
 
 
+def pairs(workload: Workload, select: Selection | None) -> list[tuple[int, int]]:
+    """Return every (sequence, query head) that an oracle of this selection reads."""
+    return [(b, h) for b, heads in _groups(workload, select) for h in heads]
+
+
 def _groups(
     workload: Workload, select: Selection | None
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Group pairs by KV head; with a backward, whole groups, since dK and dV sum over them."""
     shared = workload.heads_q // workload.heads_kv
     if select is None:
-        pairs: Sequence[tuple[int, int]] = [
+        chosen: Sequence[tuple[int, int]] = [
             (b, h) for b in range(workload.batch) for h in range(workload.heads_q)
         ]
     else:
-        pairs = select.pairs
+        chosen = select.pairs
     groups: dict[tuple[int, int], set[int]] = {}
-    for b, h in pairs:
+    for b, h in chosen:
         g = workload.kv_head(h)
         members = groups.setdefault((b, g), set())
         members.update(range(g * shared, (g + 1) * shared) if workload.has_backward else (h,))

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnrepro_runner import clocks, inputs, kernels, mathflags, memory, oracle
+from attnrepro_runner import clocks, dropout, inputs, kernels, mathflags, memory, oracle
 from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.status import STOPS_MEASURING, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attnrepro_runner.backends.base import Outputs, Tensors
+    from attnrepro_runner.backends.base import Outputs, Prepared, Tensors
     from attnrepro_runner.oracle import Selection
     from attnrepro_runner.report import Report
     from attnrepro_runner.semantics import Workload
@@ -75,14 +75,17 @@ def check(
     if not execution.ok:
         report.demand(Status.FALLBACK, execution.reason)
     report.at("oracle_before")
+    chosen = selection(workload, subject.device.type)
     judge = oracle.Oracle(
         workload,
         shared["accuracy"],
         tensors,
-        selection(workload, subject.device.type),
+        chosen,
+        unquantised=_before_quantisation(subject, cell),
+        keep=kept_weights(subject, workload, chosen),
         seed=seed_text(cell, CHECK_STREAM),
     )
-    outputs = subject.poisoned_step(workload, prepared)
+    outputs = subject.poisoned_step(workload, first_again(subject, workload, tensors, prepared))
     if named:
         outputs = dataclasses.replace(outputs, lse=lse)
     report.judge("oracle_before", judge.check(outputs, empty_row_lse=subject.backend.empty_row_lse))
@@ -93,13 +96,47 @@ def check(
     report.judge(
         "bits",
         bits.repeat(
-            lambda: prepared,
+            lambda: first_again(subject, workload, tensors, prepared),
             int(contract.get("repeats", 10)),
             profile=profile,
             claimed=str(contract.get("claim", "bitwise")),
+            rebind=workload.dropout is not None,
             batch_invariant=_batch_invariant(subject, cell),
         ),
     )
+
+
+def kept_weights(
+    subject: Subject, workload: Workload, chosen: Selection | None
+) -> Callable[[int, int], torch.Tensor] | None:
+    """Read out which weights dropout keeps in the first call of a binding; None without dropout."""
+    if workload.dropout is None:
+        return None
+    return dropout.read_mask(
+        subject.backend,
+        subject.options,
+        workload,
+        subject.device,
+        pairs=oracle.pairs(workload, chosen),
+    )
+
+
+def first_again(
+    subject: Subject, workload: Workload, tensors: Tensors, prepared: Prepared
+) -> Prepared:
+    """Give what makes the call of which `kept_weights` speaks.
+
+    Each call of a binding draws the next dropout mask, so with dropout that is a new binding of the
+    same tensors; else the same one.
+    """
+    return prepared if workload.dropout is None else subject.bind(workload, tensors)
+
+
+def _before_quantisation(subject: Subject, cell: Cell) -> dict[str, torch.Tensor] | None:
+    """Draw q, k, v as they were before their rounding to float8; None for other dtypes."""
+    if cell.workload.fp8 is None:
+        return None
+    return inputs.draw(cell.workload, cell.inputs, stream=CHECK_STREAM, device=subject.device)
 
 
 def _second_entry(

@@ -1,7 +1,7 @@
 """`eager`: textbook attention in torch, with an explicit mask and every score in memory.
 
 The baseline of meaning, not of speed: matrix products, masking and softmax in float32, the output
-rounded once. It honours every mask, softcap and ALiBi, and returns its LSE.
+rounded once. It honours every mask, softcap, ALiBi and dropout, and returns its LSE.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from attnrepro_runner.backends.base import (
     MemoryOrder,
     Prepared,
     Tensors,
-    Unsupported,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnrepro_runner.backends.torchcalls import Group
+    from attnrepro_runner.fields import Dropout
     from attnrepro_runner.semantics import Workload
 
 
@@ -41,16 +41,13 @@ class EagerBackend:
         return libraries.torch_availability()
 
     def check(self, workload: Workload, options: Mapping[str, object]) -> None:
-        """Refuse what `torchcalls` refuses, and dropout."""
+        """Refuse what `torchcalls` refuses."""
         torchcalls.check_shared(workload, options)
-        if workload.dropout is not None:
-            message = "the textbook computation here draws no dropout mask"
-            raise Unsupported(message)
 
     def consumed(self, workload: Workload, options: Mapping[str, object]) -> frozenset[str]:
-        """Everything but dropout, fp8 and other dtypes."""
+        """Everything but fp8 and other dtypes."""
         del workload, options
-        return torchcalls.SHARED_FIELDS | {"head_dim_v", "softcap", "alibi"}
+        return torchcalls.SHARED_FIELDS | {"head_dim_v", "softcap", "alibi", "dropout"}
 
     def memory_order(self, workload: Workload, options: Mapping[str, object]) -> MemoryOrder:
         """All scores are in memory."""
@@ -90,6 +87,7 @@ class _EagerPrepared(torchcalls.TorchPrepared):
                 distance = (i - torch.arange(group.seqlen_k, device=device)[None, :]).abs()
                 self.bias[group] = -tensors.alibi_slopes[:, None, None] * distance
         self._shared_heads = workload.heads_q // workload.heads_kv
+        self._generator = _generator(workload.dropout, device)
         super().__init__(workload, tensors, self._call)
 
     def _call(
@@ -112,6 +110,21 @@ class _EagerPrepared(torchcalls.TorchPrepared):
         maximum = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
         weights = torch.exp(scores - maximum)
         total = weights.sum(-1, keepdim=True)
-        out = torch.matmul(weights / total.masked_fill(total == 0, 1.0), v)
+        weights = weights / total.masked_fill(total == 0, 1.0)
+        if self._generator is not None and self._workload.dropout is not None:
+            kept = 1 - self._workload.dropout.p
+            drawn = torch.rand(weights.shape, generator=self._generator, device=weights.device)
+            weights = weights * ((drawn < kept) / kept)
+        out = torch.matmul(weights, v)
         lse = (maximum + torch.log(total)).detach().squeeze(-1)
         return out.to(q.dtype), lse
+
+
+def _generator(dropout: Dropout | None, device: torch.device) -> torch.Generator | None:
+    """Give each seed and offset a stream of its own; every call goes on in it."""
+    if dropout is None:
+        return None
+    generator = torch.Generator(device)
+    # An odd multiplier keeps distinct offsets distinct; a CPU generator has no offset to set.
+    generator.manual_seed((dropout.seed + dropout.offset * 0x9E3779B97F4A7C15) % (1 << 63))
+    return generator

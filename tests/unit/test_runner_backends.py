@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from attnrepro_runner.backends import registry, sdpa, torchcalls
 from attnrepro_runner.backends.base import MemoryOrder, Tensors, Unsupported
@@ -342,6 +343,31 @@ def test_an_adapter_of_the_subjects_image(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(Unsupported, match="no backend 'fa9'"):
         registry.load("fa9")
     sys.modules.pop("toy_adapter", None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"seqlen_q": 4, "seqlen_k": 11, "mask": BR, "dtype": "bfloat16"},
+        {"seqlen_q": 5, "seqlen_k": 9, "mask": BR, "heads_kv": 1, "layout": "bhsd"},
+        {"layout": "thd", "seqlen_q": [3, 6], "seqlen_k": [7, 6], "mask": BR},
+    ],
+)
+def test_bottom_right_needs_no_mask_tensor_on_a_gpu(
+    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "_on_gpu", lambda: True)
+    w = workload(**case)
+    check("sdpa.flash", w)
+    prepared = registry.load("sdpa.flash").prepare(w, {}, tensors(w))
+    assert {type(mask) for mask in prepared.masks.values()} == {CausalBias}
+    assert registry.load("sdpa.flash").memory_order(w, {}) is MemoryOrder.LINEAR
+    for other in (
+        {"seqlen_q": 11, "seqlen_k": 4, "mask": BR},
+        {"mask": {"window": {"left": 1, "right": 1}}},
+    ):
+        masked = workload(**other)
+        assert registry.load("sdpa.flash").memory_order(masked, {}) is MemoryOrder.MASK
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 `F.scaled_dot_product_attention` picks a backend by itself and falls to MATH without a word. Here
 exactly one is enabled, torch is asked which one it would take, and the profile is checked after
-(`patterns`). `is_causal` means top_left; every other mask is a tensor of seqlen_q x seqlen_k that
-the caller makes, which is why the declared memory order is S2_mask then. The function returns no
+(`patterns`). `is_causal` means top_left; bottom_right has `causal_lower_right` where a GPU's flash
+kernels run; every other mask is a tensor of seqlen_q x seqlen_k that the caller makes, which is why
+the declared memory order is S2_mask then. The function returns no
 LSE; `FlashEntry` is the labelled second entry of torch's CPU flash operator that does.
 """
 
@@ -14,7 +15,7 @@ import warnings
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, bias
 
 from attnrepro_runner import libraries
 from attnrepro_runner.backends import torchcalls
@@ -112,7 +113,10 @@ class SdpaBackend:
     def memory_order(self, workload: Workload, options: Mapping[str, object]) -> MemoryOrder:
         """Linear, unless a mask has to be made."""
         del options
-        if all(_needs_no_tensor(workload, g) for g in torchcalls.groups(workload)):
+        if all(
+            _needs_no_tensor(workload, g) or _is_lower_right(self.kind, workload, g)
+            for g in torchcalls.groups(workload)
+        ):
             return MemoryOrder.LINEAR
         return MemoryOrder.MASK
 
@@ -141,9 +145,12 @@ class SdpaBackend:
                     (seqlen_k, workload.heads_kv, workload.head_dim_v),
                 )
             )
-            needs_mask = not _needs_no_tensor(workload, group)
-            mask = torch.zeros(seqlen_q, seqlen_k, dtype=dtype, device=device)
-            causal = not needs_mask and torchcalls.is_top_left_causal(workload, group.first)
+            mask: torch.Tensor | None = None
+            if _is_lower_right(self.kind, workload, group):
+                mask = bias.causal_lower_right(seqlen_q, seqlen_k)
+            elif not _needs_no_tensor(workload, group):
+                mask = torch.zeros(seqlen_q, seqlen_k, dtype=dtype, device=device)
+            causal = mask is None and torchcalls.is_top_left_causal(workload, group.first)
             if workload.phase in ("forward", "forward_backward"):
                 q, k, v = (x.requires_grad_() for x in (q, k, v))
             with warnings.catch_warnings(record=True) as caught:
@@ -154,7 +161,7 @@ class SdpaBackend:
                         q,
                         k,
                         v,
-                        attn_mask=mask if needs_mask else None,
+                        attn_mask=mask,
                         is_causal=causal,
                         enable_gqa=workload.heads_q != workload.heads_kv,
                     )
@@ -172,6 +179,10 @@ class SdpaPrepared(torchcalls.TorchPrepared):
         self.masks: dict[Group, torch.Tensor] = {}
         self.causal: dict[Group, bool] = {}
         for group in torchcalls.groups(workload):
+            if _is_lower_right(kind, workload, group):
+                self.causal[group] = False
+                self.masks[group] = bias.causal_lower_right(group.seqlen_q, group.seqlen_k)
+                continue
             tensor_free = _needs_no_tensor(workload, group)
             self.causal[group] = tensor_free and not torchcalls.attends_everything(
                 workload, group.first
@@ -348,6 +359,28 @@ class FlashEntry(torchcalls.TorchPrepared):
 def _needs_no_tensor(workload: Workload, group: Group) -> bool:
     return torchcalls.attends_everything(workload, group.first) or torchcalls.is_top_left_causal(
         workload, group.first
+    )
+
+
+def _on_gpu() -> bool:
+    return libraries.torch_device().type == "cuda"
+
+
+def _is_lower_right(kind: SDPBackend, workload: Workload, group: Group) -> bool:
+    """Say whether `causal_lower_right` expresses this mask for a GPU's flash kernels.
+
+    Under it torch calls FlashAttention-2, whose causal is bottom_right, without a tensor. More
+    queries than keys are left out: torch warns that it gives NaN for the rows without keys.
+    """
+    if kind != SDPBackend.FLASH_ATTENTION or not _on_gpu():
+        return False
+    low, high = workload.diagonals(group.first)
+    everything_before = low is None or low <= 1 - group.seqlen_q
+    return (
+        high == group.seqlen_k - group.seqlen_q
+        and everything_before
+        and 0 < group.seqlen_q < group.seqlen_k
+        and not _needs_no_tensor(workload, group)
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnrepro.resources import schema_dir
-from attnrepro_runner import inputs, oracle, reference, views
+from attnrepro_runner import inputs, oracle, reference, stages, views
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Outputs, Tensors
 from attnrepro_runner.blockrule import hex_float, ulp
@@ -266,6 +266,28 @@ def test_selection() -> None:
     outputs.out[2, 639, 1, 0] -= 1
     outputs.out[2, 300, 1, 0] += 1
     assert judge.check(outputs, empty_row_lse=0.0).ok
+
+
+def test_a_head_that_is_not_sampled_must_be_written() -> None:
+    workload = make(batch=4)
+    tensors, outputs = call(workload, "sdpa.flash")
+    judge = Oracle(workload, {}, tensors, Selection(pairs=((0, 0),)))
+    assert judge.check(outputs, empty_row_lse=0.0).ok
+    outputs.out[3, :, 1] = math.nan
+    report = judge.check(outputs, empty_row_lse=0.0)
+    assert not report.ok
+    assert "NaN or infinite" in str(report.reason())
+
+
+def test_the_pairs_of_a_check_are_bounded_and_drawn_by_seed() -> None:
+    workload = make(batch=40, seqlen_q=1, seqlen_k=1)
+    assert stages.selection(workload, "cpu") is None
+    first, other = (stages.selection(workload, "cpu", most=16, seed=seed) for seed in (1, 2))
+    assert first is not None
+    assert other is not None
+    assert len(first.pairs) == len(other.pairs) == 16
+    assert first.pairs != other.pairs
+    assert {(0, 0), (39, 3)} <= set(first.pairs) & set(other.pairs)
 
 
 def test_a_backward_is_checked_in_whole_groups() -> None:

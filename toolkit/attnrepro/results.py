@@ -126,7 +126,7 @@ def merge(
                 {} if merged["status"] in UNTIMED else _timing(found, read_sample, timing, samples)
             )
             if merged["status"] == "PASS" and _times_missing(merged, _planned(jobs, name)):
-                merged |= {"status": "INCONCLUSIVE", "reason": "no usable sample", "place": None}
+                merged |= {"status": "INCONCLUSIVE", "reason": _none_usable(merged), "place": None}
             subjects.append(merged)
         for subject in subjects:
             subject["comparisons"] = comparisons(subject, subjects, timing["confidence"])
@@ -282,6 +282,16 @@ def _times_missing(merged: Mapping[str, Any], planned: Mapping[str, str]) -> boo
     return "launch" in planned.values() and not any(
         clock["median"]["value_ns"] is not None for clock in merged["timing"].values()
     )
+
+
+def _none_usable(merged: Mapping[str, Any]) -> str:
+    """Say how many samples there are, where none of them counts."""
+    launches = [launch for clock in merged["timing"].values() for launch in clock["launches"]]
+    taken = sum(launch["n"] for launch in launches)
+    if not taken:
+        return "no usable sample"
+    reasons = {discard["reason"] for launch in launches for discard in launch["discards"]}
+    return f"no usable sample: 0 of {taken} count ({', '.join(sorted(reasons))})"
 
 
 def comparisons(

@@ -44,6 +44,8 @@ class Seen:
     """Operator to number of calls."""
     kernels: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Device kernel to number of launches and total ns."""
+    on_device: bool = False
+    """Whether kernels of a device were looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ def _with_kernels(work: Callable[[], object]) -> Seen:
             kernels[name] = count + 1, total + event.end_ns - event.start_ns
         else:
             operators[name] = operators.get(name, 0) + 1
-    return Seen(operators=operators, kernels=kernels)
+    return Seen(operators=operators, kernels=kernels, on_device=True)
 
 
 def judge(
@@ -138,6 +140,9 @@ def judge(
     verdict, reason = "as_named", None
     if not names:
         verdict, reason = "none_seen", "the profile shows no operator and no kernel"
+    elif seen.on_device and not seen.kernels:
+        # Operators are the host's: they do not show that the device did anything.
+        verdict, reason = "none_seen", "the profile shows no kernel of the device"
     elif missing or forbidden:
         verdict = "fallback"
         ran = family(names)

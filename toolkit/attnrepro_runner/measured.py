@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 STREAMS_A_LAUNCH: Final = 1000
 """Each launch draws fresh data: stream 1000 (n + 1) and on; the check has stream 0."""
 
-SCORES_CHECKED: Final = {"cpu": 1 << 24, "cuda": 1 << 32}
-"""Of the oracle before and after timing; the check's own oracle sees all it can afford."""
+SCORES_CHECKED: Final = {"cpu": 1 << 24, "cuda": 1 << 30}
+PAIRS_CHECKED: Final = 16
+"""Of the oracle before and after timing, other pairs each time; the check's own oracle sees all it
+can afford."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,9 @@ class MeasuredCell:
     def _judge(self, report: Report, part: str, stream: int) -> bool:
         workload, subject = self._cell.workload, self._subject
         kind = subject.device.type
-        chosen = stages.selection(workload, kind, scores=SCORES_CHECKED[kind])
+        chosen = stages.selection(
+            workload, kind, scores=SCORES_CHECKED[kind], most=PAIRS_CHECKED, seed=stream
+        )
         judge = oracle.Oracle(
             workload,
             self._shared["accuracy"],

@@ -67,6 +67,11 @@ def kernel_libraries(first: Mapping[str, Any], second: Mapping[str, Any]) -> Ite
             )
 
 
+def between(first: Any, second: Any, place: str) -> Iterator[Difference]:
+    """All differences between two values, each under the place that it has in them."""
+    return _walk(first, second, place, both_ways=True)
+
+
 def _walk(first: Any, second: Any, place: str, *, both_ways: bool) -> Iterator[Difference]:
     if isinstance(first, dict) and isinstance(second, dict):
         for name in sorted(set(first) | set(second) if both_ways else first):

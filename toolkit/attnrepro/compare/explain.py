@@ -1,11 +1,13 @@
 """Two artifacts against each other: a verdict a cell, and why they differ, in causal order.
 
-The order is image → driver → device → power cap → clocks → libraries → kernels → plan → inputs →
-outputs → times: the first difference is the one to look at, the later ones may follow from it.
+The order is image → driver → device → power cap → clocks → libraries → flags → kernels → plan →
+inputs → outputs → times: the first difference is the one to look at, the later ones may follow from
+it.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +32,7 @@ class Stage(StrEnum):
     POWER_CAP = "power cap"
     CLOCKS = "clocks"
     LIBRARIES = "libraries"
+    FLAGS = "flags"
     KERNELS = "kernels"
     PLAN = "plan"
     INPUTS = "inputs"
@@ -264,9 +267,11 @@ def _causes(first: Side, second: Side) -> Iterator[Cause]:
             if values[0] != values[1]:
                 yield _cause(stage, name, *map(str, values))
                 break
-    yield from _first_of(
-        Stage.LIBRARIES, diff.kernel_libraries(first.repeatable, second.repeatable)
-    )
+    releases = _stated(first, second, ("availability", "version"))
+    digests = diff.kernel_libraries(first.repeatable, second.repeatable)
+    yield from _first_of(Stage.LIBRARIES, itertools.chain(releases, digests))
+    flags = _stated(first, second, ("availability", "flags"), ("execution", "toolchain"))
+    yield from _first_of(Stage.FLAGS, flags)
     execution = list(diff.differences(Section.EXECUTION, first.repeatable, second.repeatable))
     for stage, parts in ((Stage.KERNELS, ("operators", "kernels")), (Stage.PLAN, ("plan",))):
         yield from _first_of(
@@ -274,6 +279,16 @@ def _causes(first: Side, second: Side) -> Iterator[Cause]:
         )
     for stage, section in ((Stage.INPUTS, Section.INPUTS), (Stage.OUTPUTS, Section.OUTPUTS)):
         yield from _first_of(stage, diff.differences(section, first.repeatable, second.repeatable))
+
+
+def _stated(first: Side, second: Side, *parts: tuple[str, str]) -> Iterator[Difference]:
+    """Differences of what was recorded of the same subject in both, part by part."""
+    rows, others = _rows(first), _rows(second)
+    for key in (key for key in rows if key in others):
+        (_, a), (_, b) = rows[key], others[key]
+        for part, name in parts:
+            if part in a and part in b:
+                yield from diff.between(a[part][name], b[part][name], " ".join((*key, name)))
 
 
 def _first_of(stage: Stage, found: Iterator[Difference]) -> Iterator[Cause]:

@@ -257,11 +257,18 @@ class FakeWorker:
         self.answers = answers
         self.asked: list[tuple[str, float]] = []
 
-    def ask(self, request: Mapping[str, object], seconds: float) -> dict[str, object] | Failure:
-        self.asked.append((str(request["do"]), seconds))
-        if request["do"] == "hello" and not isinstance(self.answers[0], Failure):
+    def send(self, request: Mapping[str, object]) -> None:
+        self.sent = str(request["do"])
+
+    def receive(self, seconds: float) -> dict[str, object] | Failure:
+        self.asked.append((self.sent, seconds))
+        if self.sent == "hello" and not isinstance(self.answers[0], Failure):
             return {"framework": "torch 9", "math": {}, "flush": {}, "facts": {}}
         return self.answers.pop(0)
+
+    def ask(self, request: Mapping[str, object], seconds: float) -> dict[str, object] | Failure:
+        self.send(request)
+        return self.receive(seconds)
 
     def end(self) -> str:
         return "exit status 0"
@@ -292,6 +299,28 @@ def test_a_subject_whose_start_fails_twice_is_given_up() -> None:
         assert isinstance(answer, Failure)
         assert answer.status == Status.CRASH
     assert [record["restarts"] for record in team.records] == [0, 1]
+
+
+def test_workers_import_side_by_side() -> None:
+    order: list[str] = []
+
+    class Greeting(FakeWorker):
+        def __init__(self, name: str) -> None:
+            super().__init__([{}])
+            self.name = name
+
+        def send(self, request: Mapping[str, object]) -> None:
+            super().send(request)
+            order.append(f"{self.name} begins")
+
+        def receive(self, seconds: float) -> dict[str, object] | Failure:
+            order.append(f"{self.name} awaited")
+            return super().receive(seconds)
+
+    found = document([cell(0, ["x", "y"])], {"x": "eager", "y": "eager"}, ["launch-0"])
+    team = Team(_load(found), start=lambda subject, _kind: (Greeting(subject), {}))
+    team.start_all(["x", "y"], "native")
+    assert order == ["x begins", "y begins", "x awaited", "y awaited"]
 
 
 def test_a_backend_that_is_not_there_is_given_up_at_once() -> None:

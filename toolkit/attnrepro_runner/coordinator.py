@@ -208,6 +208,9 @@ class Coordinator:
     def _alone(self, task: Task, team: Team, entries: list[dict[str, Any]]) -> None:
         """Check, memory: one worker after the other, all cells of each."""
         kind = "check" if task.stage == "check" else "native"
+        if kind == "check" and self._job.vendor != "cpu":
+            # Nothing is timed or counted here, and a GPU's host has cores to import on.
+            team.start_all([s for s in task.subjects if self._cells(task, s, [])], kind)
         for subject in self._measured_subjects(task):
             for cell in self._cells(task, subject, entries):
                 team.new_cell()

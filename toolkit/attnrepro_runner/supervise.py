@@ -40,6 +40,14 @@ class Worker(Protocol):
     pid: int
     start_ns: int
 
+    def send(self, request: Mapping[str, object]) -> None:
+        """Send a request without waiting."""
+        ...
+
+    def receive(self, seconds: float) -> dict[str, object] | Failure:
+        """Wait for the answer to a request that was sent."""
+        ...
+
     def ask(self, request: Mapping[str, object], seconds: float) -> dict[str, object] | Failure:
         """Send a request and wait for its answer."""
         ...

@@ -58,7 +58,7 @@ class Team:
         self.digests: dict[str, object] = {}
 
     def start_all(self, subjects: Sequence[str], kind: str) -> None:
-        """Start several workers at once, then wait for each."""
+        """Start several workers at once, so that they import side by side, then wait for each."""
         for subject in subjects:
             self._begin(subject, kind)
         for subject in subjects:
@@ -86,6 +86,8 @@ class Team:
         spent = self._spent.get(subject, 0.0)
         seconds = max(0.001, min(within, self._job.cell_seconds - spent))
         began = time.monotonic()
+        if request["do"] == "check":  # what another has hashed need not be read again
+            request = {**request, "digests": self.digests}
         answer = self._members[subject].worker.ask(request, seconds)
         self._spent[subject] = spent + time.monotonic() - began
         if not isinstance(answer, Failure) and isinstance(found := answer.pop("digests", {}), dict):
@@ -121,20 +123,19 @@ class Team:
         }
         self.records.append(record)
         self._members[subject] = _Member(worker, record)
+        worker.send(
+            {
+                "do": "hello",
+                "subject": self._job.subjects[subject],
+                "shared": self._job.shared,
+            }
+        )
 
     def _greet(self, subject: str) -> dict[str, object] | Failure:
         member = self._members[subject]
         if member.hello is not None:
             return member.hello
-        member.hello = member.worker.ask(
-            {
-                "do": "hello",
-                "subject": self._job.subjects[subject],
-                "shared": self._job.shared,
-                "digests": self.digests,
-            },
-            max(START_SECONDS, self._job.cell_seconds),
-        )
+        member.hello = member.worker.receive(max(START_SECONDS, self._job.cell_seconds))
         member.record["ready_ns"] = elapsed_ns()
         if isinstance(member.hello, Failure):
             self._count_failed_start(subject, member.hello)

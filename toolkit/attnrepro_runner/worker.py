@@ -75,7 +75,6 @@ class Service:
 
         self._import_ns = clocks.now() - begin
         self._shared = request["shared"]
-        libraries.learn_digests(request["digests"])
         device = libraries.torch_device()
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         torch.set_num_threads(threads)
@@ -104,6 +103,7 @@ class Service:
         """Check a cell."""
         from attnrepro_runner import libraries, stages
 
+        libraries.learn_digests(request["digests"])
         profile = os.environ.get("ATTNREPRO_PROFILE", "native")
 
         def work(cell: Cell, report: Report) -> None:

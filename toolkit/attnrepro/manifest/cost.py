@@ -35,6 +35,8 @@ class _Machine:
     """Start of one worker: interpreter, framework, device."""
     cell_seconds: float
     """Probes, profile and bookkeeping of one cell of one subject in the check."""
+    pair_seconds: float
+    """Least time of the reference of one (sequence, head) pair, however short."""
 
 
 _MACHINES: Final = {
@@ -46,6 +48,7 @@ _MACHINES: Final = {
         elements=2e7,
         worker_seconds=2.5,
         cell_seconds=0.7,
+        pair_seconds=2e-3,
     ),
     "nvidia": _Machine(
         flops=3e14,
@@ -53,8 +56,9 @@ _MACHINES: Final = {
         call_seconds=2e-4,
         oracle_flops=2e13,
         elements=1e9,
-        worker_seconds=10,
+        worker_seconds=6,
         cell_seconds=3,
+        pair_seconds=1.5e-2,
     ),
     "amd": _Machine(
         flops=2e14,
@@ -62,14 +66,17 @@ _MACHINES: Final = {
         call_seconds=2e-4,
         oracle_flops=2e13,
         elements=1e9,
-        worker_seconds=10,
+        worker_seconds=6,
         cell_seconds=3,
+        pair_seconds=1.5e-2,
     ),
 }
 _COMPILED: Final = {"flex": 12.0, "flash_attn_4": 4.0, "flashinfer": 20.0}
 """Backends that compile at the first call of a shape class: seconds, with empty caches."""
 _FROM_CACHE: Final = 0.1
 """Part of that which a call still takes once the run's caches hold its code."""
+_PAIRS: Final = {"check": 256, "launch": 16}
+"""(sequence, head) pairs that the oracle reads at most; round timing it reads twice."""
 _LOOK: Final = 2
 """Doublings of the fewest samples after which a quiet machine has stopped."""
 
@@ -129,7 +136,8 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
         compiled *= fresh + _FROM_CACHE * timed
         low, high = low + starts + compiled, high + starts + 1.5 * compiled
         for cell in cells:
-            call, judged = _call(cell, machine, threads), _judged(cell, machine, threads)
+            call = _call(cell, machine, threads)
+            judged, again = (_judged(cell, machine, threads, _PAIRS[n]) for n in _PAIRS)
             repeats = (
                 int(manifest.document["bits"]["repeats"])
                 * call
@@ -143,8 +151,8 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
             warm = timing["warmup_seconds"]
             quick = min(timing["cell_seconds"], fewest * _LOOK * call) + warm[0]
             slow = min(timing["cell_seconds"], most * call) + min(warm[1], warm[0] + 1)
-            low += timed * (judged + quick) + 3 * call
-            high += timed * (2 * judged + slow) + 3 * call
+            low += timed * (2 * again + quick) + 3 * call
+            high += timed * (4 * again + slow) + 3 * call
             series += timed * most * len(timing["clocks"])
     found = list(stacks)
     missing = [s for s in found if not s.is_built]
@@ -184,11 +192,15 @@ def _call(cell: Cell, machine: _Machine, threads: int) -> float:
     )
 
 
-def _judged(cell: Cell, machine: _Machine, threads: int) -> float:
+def _judged(cell: Cell, machine: _Machine, threads: int, most: int) -> float:
     """Fresh inputs, the reference in float64 and in the tested dtype, and comparing."""
-    figures = cell.facts
+    figures, workload = cell.facts, cell.parsed
+    count = workload.batch * workload.heads_q
+    pairs = min(count, most)
+    flops = 2 * figures.work.flops * pairs / count
     elements = figures.tensor_bytes / 2
-    return 2 * figures.work.flops / (machine.oracle_flops * threads) + elements / machine.elements
+    computed = flops / (machine.oracle_flops * threads) + elements / machine.elements
+    return computed + pairs * machine.pair_seconds
 
 
 def _memory(cell: Cell, rotation: int) -> int:

@@ -16,7 +16,10 @@ def test_equal_listings_have_no_difference() -> None:
 def test_first_difference_is_named() -> None:
     changed = LISTING.replace(b"07" * 32, b"99" * 32).replace(b"08" * 32, b"99" * 32)
     found = treelist.first_difference(treelist.pack(LISTING), changed)
-    assert found == "/usr/f7: sha256 070707070707 against 999999999999"
+    assert found == "/usr/f7: sha256 070707 against 999999"
+    older = lzma.compress(LISTING.replace(b"07" * 32, b"07" * 6).replace(b"08" * 32, b"08" * 6))
+    assert treelist.first_difference(older, LISTING) is None
+    assert treelist.first_difference(older, changed) == found
 
 
 def test_missing_file_is_named() -> None:

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SUFFIX: Final = ".tree.xz"
-_DIGITS: Final = 12
-"""Hex digits kept of a file's digest."""
+_DIGITS: Final = 6
+"""Hex digits kept of a file's digest: 60,000 files take 0.66 MB (12 digits: 0.84), and one changed file
+in 16 million escapes."""
 _LARGEST: Final = 64 << 20
 """Bytes of an unpacked listing; a compressed one from a stranger may be a bomb."""
 
 
 def pack(listing: bytes) -> bytes:
     """A listing (`images.tree.listing`) in short."""
-    return lzma.compress(b"\n".join(_short(listing)), format=lzma.FORMAT_XZ, preset=2)
+    return lzma.compress(b"\n".join(_short(listing)), format=lzma.FORMAT_XZ, preset=6)
 
 
 def first_difference(packed: bytes, listing: bytes) -> str | None:
@@ -39,9 +40,10 @@ def first_difference(packed: bytes, listing: bytes) -> str | None:
         theirs = unpacker.decompress(packed, max_length=_LARGEST)
         if not unpacker.eof:
             return None
-        return tree.first_difference(
-            tree.parse_listing(theirs), tree.parse_listing(b"\n".join(_short(listing)))
-        )
+        tree.parse_listing(theirs)
+        # Older listings kept more digits.
+        short = (tree.parse_listing(b"\n".join(_short(each))) for each in (theirs, listing))
+        return tree.first_difference(*short)
     except (lzma.LZMAError, EOFError, BuildFailed):
         return None
 

@@ -96,7 +96,7 @@ def test_unchanged_costs_little(mini: ImageRecord, store: Store, folder: Path) -
     started = time.monotonic()
     record = build(folder, store=store, progress=quiet)
     assert record.manifest_digest == mini.manifest_digest
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10, "it was built again"
 
 
 def test_the_store_refuses_an_image_with_a_lost_layer_and_builds_it_again(

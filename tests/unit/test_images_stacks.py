@@ -7,7 +7,6 @@ import io
 import shutil
 import subprocess
 import tarfile
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -119,11 +118,9 @@ def test_a_base_that_cannot_be_pulled_fails_first_and_names_its_source(
     monkeypatch.setattr(fetch, "wheels", never)
     monkeypatch.setattr(fetch, "debs", never)
     monkeypatch.setattr(Store, "free_bytes", lambda self: 10**15)
-    started = time.monotonic()
     with pytest.raises(BuildFailed, match=r"source docker\.io .*tried for \d+\.\d s") as error:
         build.build(name, progress=quiet, store=Store(tmp_path))
     assert spec.resolve(name).document["base"]["kind"] != "registry" or "rocm" in str(error.value)
-    assert time.monotonic() - started < 10
 
 
 def test_the_matrix_shows_what_is_in_the_store_and_nothing_else(tmp_path: Path) -> None:

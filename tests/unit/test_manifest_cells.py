@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import time
-
+import pytest
 from manifest_fakes import document, loaded, refused
 
 
@@ -83,9 +82,8 @@ def test_two_equal_cells_are_refused() -> None:
     )
 
 
+@pytest.mark.timeout(60)
 def test_too_many_cells_are_refused_before_they_are_made() -> None:
     axes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")
     value = document(sweep={f"/workload/{axis}": list(range(1, 257)) for axis in axes})
-    began = time.monotonic()
     assert refused(value)["/sweep"].found == f"{256**7} cells"
-    assert time.monotonic() - began < 3

@@ -370,6 +370,21 @@ def test_bottom_right_needs_no_mask_tensor_on_a_gpu(
         assert registry.load("sdpa.flash").memory_order(masked, {}) is MemoryOrder.MASK
 
 
+@pytest.mark.parametrize("name", ["eager", "sdpa.math"])
+@pytest.mark.parametrize("lengths", [([0], [0]), ([3], [0]), ([0, 2], [4, 0])])
+def test_gradients_of_nothing_are_zeros(name: str, lengths: tuple[list[int], list[int]]) -> None:
+    q, k = lengths
+    w = workload(phase="forward_backward", batch=len(q), layout="thd", seqlen_q=q, seqlen_k=k)
+    try:
+        got = run(name, w, tensors(w))
+    except Unsupported:
+        assert name != "eager"
+        return
+    for grad, source in ((got.dq, "q"), (got.dk, "k"), (got.dv, "v")):
+        assert grad.shape == w.shape(source)
+        assert not grad.any()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(

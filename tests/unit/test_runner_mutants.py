@@ -39,11 +39,13 @@ def test_mutants_die_and_controls_live(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_mutant_survives_at_4k() -> None:
-    verdicts = judge(list(mutants.cases()), (4096,))
+def test_what_the_oracle_alone_finds_does_not_survive_at_4k() -> None:
+    """The probes never see these; `python -m attnrepro_runner mutants` judges all, to 64k."""
+    wanted = {*BY_ORACLE_ALONE, "honest causal", "honest training"}
+    verdicts = judge([case for case in mutants.cases() if case.name in wanted], (4096,))
+    assert len(verdicts) == len(wanted)
     assert [v.case.name for v in verdicts if not v.as_expected] == []
-    killed_by_oracle_alone = {v.case.name for v in verdicts if v.killed and v.probes is None}
-    assert killed_by_oracle_alone == BY_ORACLE_ALONE
+    assert {v.case.name for v in verdicts if v.killed and v.probes is None} == BY_ORACLE_ALONE
 
 
 def test_table_and_exit_status(

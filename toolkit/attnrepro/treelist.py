@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".tree.xz"
 _DIGITS: Final = 6
-"""Hex digits kept of a file's digest: 60,000 files take 0.66 MB (12 digits: 0.84), and one changed file
-in 16 million escapes."""
+"""Hex digits kept of a file's digest: 60,000 files take 0.66 MB (12 digits: 0.84), and one changed
+file in 16 million escapes."""
 _LARGEST: Final = 64 << 20
 """Bytes of an unpacked listing; a compressed one from a stranger may be a bomb."""
 

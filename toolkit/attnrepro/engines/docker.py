@@ -134,7 +134,8 @@ class DockerEngine:
         copy = closed.LogCopy(streams.attach(container, stdout=True, stderr=True, stream=True), log)
         copy.start()
         began = time.monotonic_ns()
-        client.start(container)
+        with _gone_while_running():
+            client.start(container)
         waiter = _Waiter(self._url, self._api or ANY_API, container)
         waiter.start()
         limit = spec.timeout_seconds
@@ -151,7 +152,8 @@ class DockerEngine:
         if waiter.error is not None:
             raise waiter.error
         copy.finish()
-        state = client.inspect_container(container)["State"]
+        with _gone_while_running():
+            state = client.inspect_container(container)["State"]
         facts = closed.gpu_facts(spec)
         if made.get("Warnings"):
             facts["warnings"] = " ".join(made["Warnings"])
@@ -221,6 +223,26 @@ class DockerEngine:
             raise Unavailable(message, hint=START_HINT) from None
 
 
+def _gone(error: Exception) -> Unavailable:
+    return Unavailable(f"Docker went away while the container ran: {error}", hint=START_HINT)
+
+
+@contextmanager
+def _gone_while_running() -> Iterator[None]:
+    """Tell a lost connection for what it is: the container may begin before the answer comes."""
+    import requests
+    import urllib3
+
+    try:
+        yield
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        from docker.errors import APIError
+
+        if isinstance(error, APIError):
+            raise
+        raise _gone(error) from None
+
+
 class _Waiter(threading.Thread):
     """Blocks in Docker's own wait call, so that the main thread can watch time and signals."""
 
@@ -240,9 +262,7 @@ class _Waiter(threading.Thread):
                 client.wait(self._container)
         except Exception as error:
             # Any failure to wait means that the engine is gone: sockets, HTTP, JSON or API.
-            self.error = Unavailable(
-                f"Docker went away while the container ran: {error}", hint=START_HINT
-            )
+            self.error = _gone(error)
         finally:
             self.done.set()
 

@@ -103,7 +103,9 @@ class _EagerPrepared(torchcalls.TorchPrepared):
         if excluded is not None:
             scores = scores.masked_fill(excluded, -math.inf)
         if not group.seqlen_k:
-            empty = q.new_zeros((*q.shape[:3], v.shape[3])) + 0 * q.sum()
+            # Gradients of all three are zeros, not missing.
+            nothing = 0 * (q.sum() + k.sum() + v.sum())
+            empty = q.new_zeros((*q.shape[:3], v.shape[3])) + nothing.to(q.dtype)
             return empty, torch.full(q.shape[:3], -math.inf, device=q.device)
         # A row that attends nothing has maximum -inf; shifting by a finite number keeps it out of
         # inf - inf, and its sum is 0.

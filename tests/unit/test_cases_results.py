@@ -441,10 +441,9 @@ def test_flash_attention_pr2463_a_rate_above_the_peak_is_invalid(heads: int) -> 
     peak = plausible.flops_limit("sm_90", 132, 1980, "bfloat16")
     assert peak is not None
     at_peak = exact.flops * 10**9 // peak
+    # Counted as a full rectangle, which is 3.9 times the pairs, this time would be above the peak.
     honest = ended(workload, 2 * at_peak, clock_series(1980), flushed=False)
     assert honest["status"] == "PASS"
-    # Counted as a full rectangle, the same time would be above the peak.
-    assert 128 * 64 / 2080 > 2
     insane = ended(workload, at_peak * 9 // 10, clock_series(1980), flushed=False)
     assert insane["status"] == "INVALID"
     assert "no kernel of this device exceeds" in insane["reason"]

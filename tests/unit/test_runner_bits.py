@@ -10,7 +10,7 @@ import torch
 from numerics_fakes import ReferenceBackend, fresh_tensors, workload_of
 
 from attnrepro.resources import schema_dir
-from attnrepro_runner import bits, guards
+from attnrepro_runner import bits, guards, inputs
 from attnrepro_runner.backends import registry
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def test_repeating_bits() -> None:
     assert report.status() == "PASS"
     assert report.reason() is None
     assert report.observed == dict.fromkeys(("out", "lse", "dq", "dk", "dv"), "repeats")
-    assert report.digests == bits.output_digests(prepared(workload).step())
+    again = prepared(workload).step()
+    assert report.digests == {name: inputs.digest(getattr(again, name)) for name in report.digests}
     schema = json.loads((schema_dir() / "result.schema.json").read_text())
     jsonschema.validate(report.to_json(), {"$ref": "#/$defs/bits", "$defs": schema["$defs"]})
 
@@ -51,6 +52,35 @@ def test_one_bit_in_one_call_is_seen(claimed: str, status: str) -> None:
     assert set(report.observed.values()) == {"repeats", "differs"}
     assert report.status() == status
     assert (report.reason() or "dq").startswith("dq")
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, -0.0), (1.0, float("nan")), (1.0, None)])
+def test_bits_are_compared_not_values(a: float, b: float | None) -> None:
+    values = iter([a, b, a])
+
+    def put(outputs: Outputs) -> Outputs:
+        value = next(values)
+        if value is None:
+            return dataclasses.replace(outputs, out=outputs.out[..., :-1])
+        outputs.out[0, 0, 0, 0] = value
+        return outputs
+
+    assert bits.repeat(lambda: prepared(workload_of(), outputs=put), 3).observed["out"] == "differs"
+
+
+def test_memory_that_is_returned_again_is_compared_with_what_it_held() -> None:
+    held: list[torch.Tensor] = []
+
+    def reuse(outputs: Outputs) -> Outputs:
+        if not held:
+            held.append(outputs.out)
+            return outputs
+        held[0] += 1
+        return dataclasses.replace(outputs, out=held[0])
+
+    assert (
+        bits.repeat(lambda: prepared(workload_of(), outputs=reuse), 2).observed["out"] == "differs"
+    )
 
 
 def test_dropout_differs_between_calls_and_that_is_said() -> None:

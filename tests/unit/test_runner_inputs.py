@@ -253,3 +253,29 @@ def test_empty_sequences() -> None:
     assert tensors.q.shape == (4, 4, 16)
     nothing = make(seqlen_k=0)
     assert inputs.make_inputs(nothing, {}, stream=0, device=CPU).k.shape == (2, 0, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_one_changed_bit_changes_the_fingerprint(dtype: str) -> None:
+    tensor = torch.randn(37, 5, 16, generator=torch.Generator().manual_seed(1)).to(
+        views.DTYPES[dtype]
+    )
+    mark = inputs.fingerprint(tensor)
+    assert inputs.fingerprint(tensor.clone()) == mark
+    assert inputs.fingerprint(tensor.transpose(0, 1).contiguous().transpose(0, 1)) == mark
+    for place in ((0, 0, 0), (36, 4, 15), (20, 2, 7)):
+        for bit in (0, 3, 7):
+            changed = tensor.clone()
+            guards.as_integers(changed)[place] ^= 1 << bit
+            assert inputs.fingerprint(changed) != mark
+    swapped = tensor.clone()
+    swapped[[3, 4]] = tensor[[4, 3]]
+    assert inputs.fingerprint(swapped) != mark
+
+
+def test_a_fingerprint_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(64, 100, generator=torch.Generator().manual_seed(2))
+    whole = inputs.fingerprint(tensor)
+    monkeypatch.setattr(inputs, "_MARK_CHUNK", 800)
+    assert inputs.fingerprint(tensor) == whole
+    assert inputs.fingerprint(tensor[:0]) == (0, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnrepro_runner import inputs, views
+from attnrepro_runner import guards, inputs, views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,31 +86,38 @@ def repeat(
         msg = f"{repeats} call cannot show whether bits repeat"
         raise ValueError(msg)
     prepared = prepared_factory()
-    first: dict[str, str] = {}
+    first: dict[str, torch.Tensor] = {}
     differing: set[str] = set()
     for n in range(repeats):
         if between is not None:
             between()
         if rebind and n:
             prepared = prepared_factory()
-        found = output_digests(prepared.step())
+        found = _returned(prepared.step())
         if n == 0:
-            first = found
-        differing |= {name for name in first if found.get(name) != first[name]}
+            # A copy: a backend may return the same memory again.
+            first = {name: tensor.clone() for name, tensor in found.items()}
+        differing |= {name for name in first if not _equal(first[name], found.get(name))}
     return BitsReport(
         profile=profile,
         claimed=claimed,
         repeats=repeats,
         observed={name: "differs" if name in differing else "repeats" for name in first},
-        digests=first,
+        digests={name: inputs.digest(tensor) for name, tensor in first.items()},
         batch_invariant=batch_invariant,
     )
 
 
-def output_digests(outputs: Outputs) -> dict[str, str]:
-    """Return the SHA-256 of each tensor that a call returned."""
+def _returned(outputs: Outputs) -> dict[str, torch.Tensor]:
     named = ((name, getattr(outputs, name)) for name in NAMES)
-    return {name: inputs.digest(tensor) for name, tensor in named if tensor is not None}
+    return {name: tensor.detach() for name, tensor in named if tensor is not None}
+
+
+def _equal(first: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Compare bits (NaN patterns and signed zeros too) where the tensors are."""
+    if other is None or other.shape != first.shape or other.dtype != first.dtype:
+        return False
+    return torch.equal(guards.as_integers(first), guards.as_integers(other.contiguous()))
 
 
 def batch_invariance(

@@ -37,6 +37,8 @@ _LARGE_NEGATIVE_K = -8.0
 _ONE_HOT_QK = 8.0
 _E4M3_MAX = 448.0
 _DIGEST_CHUNK = 1 << 28
+_MARK_CHUNK = 1 << 25
+_ODD = -7046029254386353131  # 2^64 / golden ratio, as int64
 
 
 def make_inputs(
@@ -180,24 +182,44 @@ def digests(tensors: Tensors) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in named if tensor is not None}
 
 
-def unchanging_digests(workload: Workload, tensors: Tensors) -> dict[str, str]:
-    """Digest what no call may change: all inputs, a cache without the places of the append."""
-    found = digests(tensors)
+def unchanging(workload: Workload, tensors: Tensors) -> dict[str, tuple[int, int]]:
+    """Fingerprint what no call may change: all inputs, a cache without the places of the append."""
+    named = {f.name: getattr(tensors, f.name) for f in dataclasses.fields(tensors)}
     cache = workload.cache
-    if cache is None or not cache.append:
-        return found
-    for name in ("k", "v"):
-        stored = getattr(tensors, name).clone()
-        for b in range(workload.batch):
-            keys = range(workload.seqlens_k[b] - cache.append, workload.seqlens_k[b])
-            if cache.page_size is None:
-                guards.poison(stored[b, keys.start : keys.stop])
-            else:
-                pages, slots = views.page_slots(workload, b, keys)
-                where = (pages.to(stored.device), slots.to(stored.device))
-                guards.as_integers(stored)[where] = guards.poison_bits(stored.dtype)
-        found[name] = digest(stored)
-    return found
+    if cache is not None and cache.append:
+        for name in ("k", "v"):
+            stored = named[name].clone()
+            for b in range(workload.batch):
+                keys = range(workload.seqlens_k[b] - cache.append, workload.seqlens_k[b])
+                if cache.page_size is None:
+                    guards.poison(stored[b, keys.start : keys.stop])
+                else:
+                    pages, slots = views.page_slots(workload, b, keys)
+                    where = (pages.to(stored.device), slots.to(stored.device))
+                    guards.as_integers(stored)[where] = guards.poison_bits(stored.dtype)
+            named[name] = stored
+    return {name: fingerprint(tensor) for name, tensor in named.items() if tensor is not None}
+
+
+def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
+    """Sum a tensor's bits, twice, with the place as an odd weight, modulo 2^64.
+
+    Computed where the tensor is: copying gigabytes to the host for a SHA-256 takes longer than the
+    call that is checked. One changed element always shows; it is no defence against an adversary.
+    """
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    flat = tensor.detach()
+    rows = max(1, _MARK_CHUNK // max(1, flat[:1].numel() * flat.element_size()))
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    place = 0
+    for first in range(0, flat.shape[0] if flat.numel() else 0, rows):
+        bits = flat[first : first + rows].contiguous().view(kind).flatten().to(torch.int64)
+        weight = torch.arange(place, place + bits.numel(), device=tensor.device).mul_(2).add_(1)
+        place += bits.numel()
+        sums[0] += (bits * weight).sum()
+        sums[1] += (bits.square().add_(bits) * weight.mul_(_ODD)).sum()
+    low, high = sums.tolist()
+    return low, high
 
 
 def digest(tensor: torch.Tensor) -> str:

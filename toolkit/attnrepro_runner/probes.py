@@ -128,6 +128,17 @@ def run_probes(
     )
 
 
+def shape_class(workload: Workload) -> str:
+    """Name what `run_probes` depends on: workloads of one class have one result."""
+    return repr(
+        [
+            small_workload(workload, dropout=True),
+            small_workload(workload),
+            small_workload(workload, alibi=True),
+        ]
+    )
+
+
 def _has_two_keys(workload: Workload) -> bool:
     """Say whether some row attends two keys: else a level cannot show, and does not matter."""
     return any(

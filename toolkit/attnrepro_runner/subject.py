@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnrepro_runner.backends.base import Backend, KernelPattern, Outputs, Prepared, Tensors
+    from attnrepro_runner.probes import ProbeReport
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -74,6 +75,8 @@ class Subject:
         self.options: Mapping[str, object] = document["options"]
         self.device = device
         self.threads = threads
+        self.probed: dict[str, ProbeReport] = {}
+        """What the probes said of each shape class: a grid's lengths share a few."""
         self.backend: Backend = registry.load(document["backend"], document.get("adapter"))
 
     def accept(self, workload: Workload) -> None:

@@ -207,6 +207,17 @@ def test_problems_of_schema_and_meaning_are_told_together() -> None:
     }
 
 
+def test_another_stack_takes_the_image_s_place() -> None:
+    data = json.dumps(document()).encode()
+    changed = load(data, stack="cuda13.0-torch2.13-fa4@r1")
+    assert changed.document["image"]["stack"] == "cuda13.0-torch2.13-fa4"
+    assert {subject.image.stack for subject in changed.subjects} == {"cuda13.0-torch2.13-fa4"}
+    assert changed.sha256 != load(data).sha256
+    with pytest.raises(InvalidDocument) as caught:
+        load(data, stack="a/b:latest")
+    assert {problem.pointer for problem in caught.value.problems} == {"/image/stack"}
+
+
 def test_a_required_part_that_is_refused_hides_no_other() -> None:
     value = decode(heads_kv=3)
     del value["image"]

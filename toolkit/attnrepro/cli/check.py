@@ -15,6 +15,9 @@ from attnrepro.manifest.capability import Device
 
 def check(
     manifest: Annotated[Path, typer.Argument(help="manifest.json")],
+    stack: Annotated[
+        str | None, typer.Option(help="NAME or NAME@REVISION instead of the manifest's image.")
+    ] = None,
     architecture: Annotated[
         list[str] | None,
         typer.Option(help="Judge for this architecture (sm_90 …); may be given again."),
@@ -25,7 +28,7 @@ def check(
 
     Exit 0: valid. Exit 2: not valid, every problem with its pointer; or no cell is supported.
     """
-    asked = load(manifest)
+    asked = load(manifest, stack=stack)
     device = None
     if architecture:
         device = Device(

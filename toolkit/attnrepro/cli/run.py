@@ -36,6 +36,10 @@ def run(
     device: Annotated[
         str | None, typer.Option(help="Which device of several: nvidia:1, nvidia:GPU-<uuid>.")
     ] = None,
+    stack: Annotated[
+        str | None,
+        typer.Option(help="NAME or NAME@REVISION instead of the manifest's image; recorded so."),
+    ] = None,
     build: Annotated[bool, typer.Option("--build", help="Build images that are missing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
     fail_on: Annotated[
@@ -73,7 +77,7 @@ def run(
     from attnrepro.manifest.load import load
     from attnrepro.usedimages import StoreImages
 
-    loaded = load(manifest)
+    loaded = load(manifest, stack=stack)
     for note in loaded.notes:
         progress(f"note: {note.pointer}: {note.text}")
     chosen = choices.engine(engine, python)

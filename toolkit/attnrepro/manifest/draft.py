@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.errors import UsageError
-from attnrepro.manifest.load import load
+from attnrepro.manifest.load import image, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ def document(answers: Answers) -> JsonObject:
     draft: JsonObject = {
         "schema": "attnrepro.manifest/1",
         "name": answers.name,
-        "image": _image(answers.pull_request[1] if answers.pull_request else answers.stack),
+        "image": image(answers.pull_request[1] if answers.pull_request else answers.stack),
         "device": device,
         "workload": _workload(answers),
     }
@@ -123,16 +123,11 @@ def _subjects(answers: Answers) -> list[JsonObject]:
         raise UsageError(message, hint="name its backend once with --subject")
     backend = answers.subjects[0].rpartition("=")[2]
     return [
-        {"id": "head", "backend": backend, "role": "candidate", "image": _image(head)},
-        {"id": "base", "backend": backend, "role": "baseline", "image": _image(base)},
+        {"id": "head", "backend": backend, "role": "candidate", "image": image(head)},
+        {"id": "base", "backend": backend, "role": "baseline", "image": image(base)},
     ]
 
 
 def _subject(word: str, role: str) -> JsonObject:
     name, _, backend = word.rpartition("=")
     return {"id": name or backend.replace("_", "-"), "backend": backend, "role": role}
-
-
-def _image(word: str) -> JsonObject:
-    name, _, revision = word.partition("@")
-    return {"stack": name, "revision": revision} if revision else {"stack": name}

@@ -27,13 +27,18 @@ MAX_BYTES: Final = 1 << 20
 
 
 def load(
-    source: Path | bytes, *, newest: Callable[[str], str | None] = defaults.shipped_revision
+    source: Path | bytes,
+    *,
+    newest: Callable[[str], str | None] = defaults.shipped_revision,
+    stack: str | None = None,
 ) -> Manifest:
     """Read and check a manifest.
 
     Args:
         source: File or bytes of at most `MAX_BYTES`.
         newest: Gives the revision that an image without one means.
+        stack: NAME or NAME@REVISION that takes the place of the manifest's own image; what is run,
+            and recorded, is the manifest with it.
 
     Raises:
         InvalidDocument: with all problems.
@@ -42,6 +47,8 @@ def load(
     """
     data, what = (source, "the manifest") if isinstance(source, bytes) else _read(source)
     document = defaults.plain(jsonio.loads(data, what=what))
+    if stack is not None and isinstance(document, dict):
+        document = {**document, "image": image(stack)}
     problems = [_in_context(p) for p in schema.validate(defaults.KIND, document)]
     judged, replaced = _mended(document, problems)
     if judged is not None:
@@ -52,6 +59,12 @@ def load(
         message = f"{what} is not a valid manifest: {number}"
         raise InvalidDocument(message, problems=problems)
     return _manifest(defaults.canonical(defaults.explicit(document), newest))
+
+
+def image(word: str) -> JsonObject:
+    """The image that NAME or NAME@REVISION means."""
+    name, _, revision = word.partition("@")
+    return {"stack": name, "revision": revision} if revision else {"stack": name}
 
 
 def _manifest(document: JsonObject) -> Manifest:

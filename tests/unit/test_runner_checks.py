@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from numerics_fakes import ReferenceBackend, fresh_tensors, workload_of
-from test_runner_coordinator import adapter, cell, document, results, run
+from run_fakes import adapter, cell, document, results, run
 
 from attnrepro_runner import dropout, oracle
 from attnrepro_runner.backends import registry

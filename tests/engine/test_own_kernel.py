@@ -90,7 +90,7 @@ MANIFEST: dict[str, Any] = {
         {"id": "head", "backend": "toy", "role": "candidate", "image": {"stack": "toy-head"}},
     ],
     "timing": {
-        "launches": 8,
+        "launches": 5,
         "samples": [24, 24],
         "cell_seconds": 30,
         "tails": [],

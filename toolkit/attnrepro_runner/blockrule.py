@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Precision in bits and least normal exponent.
 _FORMATS = {
@@ -50,52 +54,74 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What rows of one tensor should hold, for several heads of one sequence."""
+    """What rows of one tensor should hold, for several (sequence, head), and how nearly.
+
+    Blocks are the rule's, of rows; sizes and limits are of each block.
+    """
 
     values: torch.Tensor
-    """float64 (heads, rows, width)."""
-    low_errors: torch.Tensor
-    """max|low - ref| of each row, float64 (heads, rows)."""
-    low_means: torch.Tensor
-    """mean|low - ref| of each row."""
+    """float64 (pairs, rows, width)."""
     rows: torch.Tensor
     """int64 (rows): index of each in its sequence."""
-    exact: torch.Tensor
-    """bool (rows): rows that must be zero, exactly."""
-    slack: torch.Tensor
-    """Rounding of terms that cancel, float64 (heads, rows)."""
+    exact: torch.Tensor | None
+    """bool (rows): rows that must be zero, exactly; None where there are none."""
+    rule: Rule
+    blocks: tuple[int, ...]
+    """Number of each block of `rows` in its sequence."""
+    size: torch.Tensor
+    """max|ref|, float64 (pairs, blocks)."""
+    unit: torch.Tensor
+    """Its ulp in the rule's dtype."""
+    low: torch.Tensor
+    """max|low - ref|."""
+    limit: torch.Tensor
+    """Of max|x - ref|."""
+    mean_limit: torch.Tensor | None
+    """Of mean|x - ref|, where the rule has one."""
 
     @classmethod
     def of(
         cls,
+        rule: Rule,
         high: torch.Tensor,
         low: torch.Tensor,
         rows: torch.Tensor,
-        exact: torch.Tensor,
+        *,
+        exact: torch.Tensor | None = None,
         terms: torch.Tensor | None = None,
     ) -> Expected:
         """Compare the low computation with the reference once.
 
         Args:
-            high: the reference, (heads, rows, width).
+            rule: of this tensor.
+            high: the reference, float64 (pairs, rows, width).
             low: in the tested dtype.
-            rows: index of each row.
-            exact: rows that must be zero.
-            terms: largest term of each row's sums, (heads, rows); None where none cancels.
+            rows: index of each row, on the CPU; whole blocks, ascending, the last perhaps short.
+            exact: rows that must be zero, bool (rows) on the CPU; None is none.
+            terms: largest term of each row's sums, (pairs, rows); None where none cancels.
 
         """
-        difference = (low.to(torch.float64) - high).abs()
-        # -inf on both sides of an empty row's LSE.
-        difference = torch.where(low.to(torch.float64) == high, 0.0, difference)
+        difference = _distance(low, high)
+        finite = high.abs().masked_fill_(high.isinf(), 0.0)
+        size, error = (_greatest(_largest(x), rule.block) for x in (finite, difference))
+        unit = ulp(size, rule.dtype)
+        slack = rule.ulps * unit
+        if terms is not None:
+            slack += _greatest(_TERM_ULPS * ulp(terms, torch.float32), rule.block)
+        mean_limit = None
+        if rule.mean_multiplier is not None:
+            mean_limit = rule.mean_multiplier * _mean(difference.mean(-1), rule.block) + slack
         return cls(
             values=high,
-            low_errors=_largest(difference),
-            low_means=difference.mean(-1),
-            rows=rows,
-            exact=exact,
-            slack=_TERM_ULPS * ulp(terms, torch.float32)
-            if terms is not None
-            else high.new_zeros(high.shape[:-1]),
+            rows=rows.to(high.device),
+            exact=exact.to(high.device) if exact is not None and bool(exact.any()) else None,
+            rule=rule,
+            blocks=tuple((rows[:: rule.block] // rule.block).tolist()),
+            size=size,
+            unit=unit,
+            low=error,
+            limit=rule.multiplier * error + slack,
+            mean_limit=mean_limit,
         )
 
     def bytes(self) -> int:
@@ -109,6 +135,8 @@ class Tally:
 
     rule: Rule
     ok: bool = True
+    failed: bool = False
+    """As a whole: there is nothing to compare."""
     nan: bool = False
     worst_ratio: float = 0.0
     worst_block: tuple[int, int, int] = (0, 0, 0)
@@ -121,46 +149,63 @@ class Tally:
     _count: int = 0
     _notes: list[str] = field(default_factory=list)
 
-    def add(self, found: torch.Tensor, expected: Expected, b: int, heads: tuple[int, ...]) -> None:
-        """Judge rows (heads, rows, width) of sequence b."""
-        if expected.values.numel() == 0:
-            return
+    def add(
+        self, found: torch.Tensor, expected: Expected, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Judge rows, and read the verdict from the device once.
+
+        Args:
+            found: (pairs, rows, width), at least one element.
+            expected: of them.
+            pairs: (sequence, head) of each, by which a violation's place is told. Of equally bad
+                blocks the first is told, whatever the order of calls.
+
+        """
+        block = self.rule.block
         actual = found.to(torch.float64)
-        missing = actual.isnan()
-        self.nan |= bool(missing.any())
-        # Equal infinities (the LSE of an empty row) differ by nothing.
-        difference = torch.where(actual == expected.values, 0.0, (actual - expected.values).abs())
-        difference = torch.where(missing, torch.inf, difference)
-        self._squares += float(torch.where(missing, 0.0, difference).square().sum())
+        difference = _distance(actual, expected.values)
+        squares = difference.square().nansum()
+        # NaN is infinitely wrong.
+        difference.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        worst = _largest(difference)
+        if expected.exact is not None:
+            wrong_zero = expected.exact & _largest(actual != 0)
+            worst = worst.masked_fill(wrong_zero, torch.inf)
+        error = _greatest(worst, block)
+        ratio = _ratio(error, expected.limit)
+        if expected.mean_limit is not None:
+            means = _mean(difference.mean(-1), block)
+            ratio = torch.maximum(ratio, _ratio(means, expected.mean_limit))
+        place = ratio.argmax()
+        nan, squared, value, at, *maxima = torch.stack(
+            [
+                actual.isnan().any().to(torch.float64),
+                squares,
+                ratio.view(-1)[place],
+                place.to(torch.float64),
+                error.max(),
+                expected.low.max(),
+                (error / expected.unit).max(),
+                _ratio(error, expected.size).max(),
+            ]
+        ).tolist()
+        pair, number = divmod(int(at), ratio.shape[1])
+        self._rank(value, (*pairs[pair], expected.blocks[number]))
+        self.nan |= bool(nan)
+        self._squares += squared
         self._count += difference.numel()
-        wrong_zero = expected.exact[None, :, None] & (actual != 0)
-        place, numbers = _blocks(expected.rows, self.rule.block)
-        error = _by_block(_largest(torch.where(wrong_zero, torch.inf, difference)), place)
-        low = _by_block(expected.low_errors, place)
-        finite = torch.where(expected.values.isinf(), 0.0, expected.values.abs())
-        size = _by_block(_largest(finite), place)
-        unit = ulp(size, self.rule.dtype)
-        slack = self.rule.ulps * unit + _by_block(expected.slack, place)
-        ratio = _ratio(error, self.rule.multiplier * low + slack)
-        if self.rule.mean_multiplier is not None:
-            means = _by_block(difference.mean(-1), place, "mean")
-            limit = self.rule.mean_multiplier * _by_block(expected.low_means, place, "mean") + slack
-            ratio = torch.maximum(ratio, _ratio(means, limit))
-        worst = int(ratio.argmax())
-        value = float(ratio.view(-1)[worst])
-        if value > self.worst_ratio:
-            self.worst_ratio = value
-            head, number = divmod(worst, ratio.shape[1])
-            self.worst_block = (b, heads[head], int(numbers[number]))
-        self.ok &= value <= 1
-        self.max_abs = max(self.max_abs, float(error.max()))
-        self.max_abs_low = max(self.max_abs_low, float(low.max()))
-        self.max_ulps = max(self.max_ulps, float((error / unit).max()))
-        self.max_rel = max(self.max_rel, float(_ratio(error, size).max()))
+        self.max_abs, self.max_abs_low, self.max_ulps, self.max_rel = map(
+            max, (self.max_abs, self.max_abs_low, self.max_ulps, self.max_rel), maxima
+        )
+
+    def _rank(self, ratio: float, place: tuple[int, int, int]) -> None:
+        self.ok &= ratio <= 1
+        if ratio > self.worst_ratio or (ratio == self.worst_ratio > 0 and place < self.worst_block):
+            self.worst_ratio, self.worst_block = ratio, place
 
     def fail(self, note: str) -> None:
         """Fail as a whole, for a reason that is no number."""
-        self.ok, self.worst_ratio, self.max_abs = False, math.inf, math.inf
+        self.ok, self.failed, self.worst_ratio, self.max_abs = False, True, math.inf, math.inf
         self._notes.append(note)
 
     def describe(self, name: str) -> str:
@@ -195,25 +240,35 @@ def hex_float(value: float) -> str:
     return value.hex() if math.isfinite(value) else str(value)
 
 
+def _distance(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return |x - reference| in float64; equal infinities, as of empty rows, differ by nothing."""
+    x = x.to(torch.float64)
+    return (x - reference).abs_().masked_fill_(x == reference, 0.0)
+
+
 def _largest(x: torch.Tensor) -> torch.Tensor:
     return x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
 def _ratio(value: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Return value / limit, with 0 / 0 = 0."""
-    return torch.where(value == 0, 0.0, value / limit)
+    """Return value / limit, with 0 / 0 = 0; infinite where both are."""
+    ratio = (value / limit).masked_fill_(value == 0, 0.0)
+    return ratio.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
-def _by_block(values: torch.Tensor, index: torch.Tensor, reduce: str = "amax") -> torch.Tensor:
-    """Reduce over the rows of each block that occurs: (heads, rows) to (heads, blocks)."""
-    out = values.new_zeros((values.shape[0], int(index[-1]) + 1))
-    where = index.expand_as(values)
-    return out.scatter_reduce_(1, where, values, reduce, include_self=False)
+def _greatest(values: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the maximum in each block of rows: (pairs, rows), not negative, to (pairs, blocks)."""
+    return _by_block(values, block).amax(-1)
 
 
-def _blocks(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number ascending rows by their block: (row to block's place, place to block)."""
-    block_of = rows // block
-    starts = torch.ones_like(block_of, dtype=torch.bool)
-    starts[1:] = block_of[1:] != block_of[:-1]
-    return starts.cumsum(0) - 1, block_of[starts]
+def _mean(values: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the mean over each block of rows, of which the last may be short."""
+    counts = _by_block(torch.ones_like(values[:1]), block).sum(-1)
+    return _by_block(values, block).sum(-1) / counts
+
+
+def _by_block(values: torch.Tensor, block: int) -> torch.Tensor:
+    """Cut (pairs, rows) into (pairs, blocks, block), filled with zeros."""
+    short = -values.shape[1] % block
+    padded = torch.nn.functional.pad(values, (0, short)) if short else values
+    return padded.view(len(values), -1, block)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from attnrepro_runner import inputs, reference, views
-from attnrepro_runner.blockrule import Expected, Rule, Tally
+from attnrepro_runner import accuracy as accuracies
+from attnrepro_runner import groups, inputs, reference, views
+from attnrepro_runner.blockrule import Expected, Tally
 from attnrepro_runner.philox import permutation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from attnrepro_runner.backends.base import Outputs, Tensors
+    from attnrepro_runner.blockrule import Rule
+    from attnrepro_runner.groups import Group
     from attnrepro_runner.reference import GroupResult, KeepMask
     from attnrepro_runner.semantics import Workload
 
-GRADIENTS = ("dq", "dk", "dv")
-_ALIBI_GRADIENTS = 8.0
-_FP8_CACHE_MAXIMUM = 4.0
-_FP8_CACHE_MEAN = 3.0
-_SOFTCAP_LSE = 4.0
-"""Kernels cap logits by the hardware's approximate tanh (flash-attn 2, 3 and 4 on an H200 are up
-to 1.14 times what 2 allows)."""
-_FP8_LSE_ULPS = 2048
-"""Hopper accumulates FP8 products with about 14 bits: FlashAttention-3's LSE is off by 550 ulps."""
 _KEPT_BYTES = 1 << 30
 """References beyond this are computed again at the next check."""
 
@@ -106,11 +100,12 @@ class OracleReport:
 
 
 @dataclass(kw_only=True)
-class _GroupReference:
-    """Expected tensors of the query heads of one KV head."""
+class _BatchReference:
+    """Expected tensors of a batch of groups."""
 
-    expected: dict[str, Expected] = field(default_factory=dict)
+    expected: dict[str, Expected]
     unquantised_out: torch.Tensor | None = None
+    """(pairs, rows, head_dim_v)."""
 
 
 class Oracle:
@@ -150,10 +145,16 @@ class Oracle:
             keep,
         )
         self.seed = seed
-        self.rules = _rules(workload, accuracy)
+        self.rules = accuracies.rules(workload, accuracy)
         self.groups, self.partial = _groups(workload, select), select is not None
         self.blocks = None if select is None or workload.has_backward else select.blocks
-        self._kept: dict[tuple[int, tuple[int, ...]], _GroupReference] = {}
+        self._batches = groups.batches(
+            workload,
+            self.groups,
+            tensors.q.device.type,
+            rows=None if self.blocks is None else len(self.blocks) * self.rules["out"].block,
+        )
+        self._kept: dict[int, _BatchReference] = {}
         self._kept_bytes = 0
         self._marks = inputs.unchanging(workload, tensors)
 
@@ -172,23 +173,10 @@ class Oracle:
         tallies = self._tallies(outputs)
         intact = inputs.guards_intact(self.tensors)
         intact &= inputs.unchanging(self.workload, self.tensors) == self._marks
-        for b, heads in self.groups:
-            group = self._reference(b, heads)
-            for name, expected in group.expected.items():
-                if name in tallies and tallies[name].worst_ratio < float("inf"):
-                    found = self._found(outputs, name, b, heads, expected)
-                    if name == "lse":
-                        found = _translate(found, expected, empty_row_lse)
-                    elif name == "out" and self.workload.mask.masked_rows == "nan":
-                        found = _demand_nan(found, expected)
-                    tallies[name].add(found, expected, b, heads)
-            if group.unquantised_out is not None and tallies["out"].worst_ratio < float("inf"):
-                found = self._found(outputs, "out", b, heads, group.expected["out"])
-                total = (found.to(torch.float64) - group.unquantised_out).abs().max()
-                before = tallies["out"].total_max_abs or 0.0
-                tallies["out"].total_max_abs = max(before, float(total))
+        for n, batch in enumerate(self._batches):
+            self._judge(outputs, tallies, batch, self._reference(n), empty_row_lse)
         return OracleReport(
-            rule=self._rule_text(),
+            rule=accuracies.describe(self.rules),
             tensors=tallies,
             guards_intact=intact,
             poison=poison,
@@ -217,55 +205,70 @@ class Oracle:
                     tally.fail(f"{bad} elements of the whole tensor are NaN or infinite")
         return tallies
 
-    def _reference(self, b: int, heads: tuple[int, ...]) -> _GroupReference:
-        key = (b, heads)
-        if key in self._kept:
-            return self._kept[key]
-        workload = self.workload
-        given = reference.from_tensors(workload, self.tensors, b, heads)
+    def _judge(
+        self,
+        outputs: Outputs,
+        tallies: Mapping[str, Tally],
+        batch: tuple[Group, ...],
+        wanted: _BatchReference,
+        empty_row_lse: float,
+    ) -> None:
+        """Add what a call gave for a batch to the tallies of those tensors that can be compared."""
+        queries, firsts = groups.query_pairs(batch), [(b, heads[0]) for b, heads in batch]
+        for name, expected in wanted.expected.items():
+            if name not in tallies or tallies[name].failed or not expected.values.numel():
+                continue
+            found = self._found(outputs, name, batch, expected)
+            if name == "out" and wanted.unquantised_out is not None:
+                total = (found.to(torch.float64) - wanted.unquantised_out).abs().max()
+                before = tallies["out"].total_max_abs or 0.0
+                tallies["out"].total_max_abs = max(before, float(total.nan_to_num(torch.inf)))
+            if name == "lse":
+                found = _translate(found, expected, empty_row_lse)
+            elif name == "out" and self.workload.mask.masked_rows == "nan":
+                found = _demand_nan(found, expected)
+            tallies[name].add(found, expected, firsts if name in ("dk", "dv") else queries)
+
+    def _reference(self, n: int) -> _BatchReference:
+        """Compute what batch n should hold, or return what is kept of it."""
+        if n in self._kept:
+            return self._kept[n]
+        workload, batch = self.workload, self._batches[n]
+        given = groups.from_tensors(workload, self.tensors, batch)
         block = self.rules["out"].block
         rows = None
         if self.blocks is not None:
-            end = workload.seqlens_q[b]
+            end = workload.seqlens_q[batch[0][0]]
             rows = [
                 range(n * block, min((n + 1) * block, end)) for n in self.blocks if n * block < end
             ]
         high, low = (
-            reference.attend(workload, given, b, heads, precision, blocks=rows, keep=self.keep)
+            reference.attend(workload, given, batch, precision, blocks=rows, keep=self.keep)
             for precision in (reference.HIGH, reference.low_precision(workload))
         )
-        made = _GroupReference(expected=_expected(workload, b, high, low))
+        made = _BatchReference(expected=_expected(workload, self.rules, batch[0][0], high, low))
         if self.unquantised is not None:
-            drawn = reference.from_packed(workload, self.unquantised, b, heads)
+            drawn = groups.from_packed(workload, self.unquantised, batch)
             made.unquantised_out = reference.attend(
-                workload, drawn, b, heads, reference.HIGH, blocks=rows, keep=self.keep
-            ).out
+                workload, drawn, batch, reference.HIGH, blocks=rows, keep=self.keep
+            ).out.flatten(0, 1)
         size = sum(expected.bytes() for expected in made.expected.values())
         if self._kept_bytes + size <= _KEPT_BYTES:
-            self._kept[key] = made
+            self._kept[n] = made
             self._kept_bytes += size
         return made
 
     def _found(
-        self, outputs: Outputs, name: str, b: int, heads: tuple[int, ...], expected: Expected
+        self, outputs: Outputs, name: str, batch: tuple[Group, ...], expected: Expected
     ) -> torch.Tensor:
-        """Read the rows of one tensor as (heads, rows, width)."""
+        """Read the rows of one tensor as (pairs, rows, width)."""
         tensor: torch.Tensor = getattr(outputs, name)
         if name in ("dk", "dv"):
-            return views.key_rows(tensor, self.workload, b, self.workload.kv_head(heads[0]))[None]
+            return views.gather_keys(tensor, self.workload, groups.key_pairs(self.workload, batch))
+        queries = groups.query_pairs(batch)
         if name == "lse":
-            rows = [views.lse_row(tensor, self.workload, b, h)[:, None] for h in heads]
-        else:
-            rows = [views.query_rows(tensor, self.workload, b, h) for h in heads]
-        return torch.stack([r[expected.rows] for r in rows])
-
-    def _rule_text(self) -> str:
-        parts = [
-            f"{name}: m={rule.multiplier:g} c={rule.ulps} ulp({str(rule.dtype)[6:]})"
-            for name, rule in self.rules.items()
-        ]
-        text = f"two_reference per {self.rules['out'].block} rows; " + "; ".join(parts)
-        return f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
+            return views.gather_lses(tensor, self.workload, queries, expected.rows)[..., None]
+        return views.gather_queries(tensor, self.workload, queries, expected.rows)
 
     def _coverage(self) -> str:
         heads = sum(len(group) for _, group in self.groups)
@@ -274,52 +277,6 @@ class Oracle:
         if self.blocks is None:
             return f"{text}, all rows"
         return f"{text}, row blocks {', '.join(map(str, self.blocks))}"
-
-
-def _rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]:
-    ulps = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 2}
-    ulps |= _mapping(accuracy, "ulps")
-    block = accuracy.get("block", 64)
-    assert isinstance(block, int)
-    out, grads, lse = (
-        float(_mapping(accuracy, name).get("multiplier", default))
-        for name, default in (("output", 2), ("gradients", 3), ("lse", 2))
-    )
-    if workload.alibi is not None:
-        grads = max(grads, _ALIBI_GRADIENTS)
-    if workload.softcap is not None:
-        lse = max(lse, _SOFTCAP_LSE)
-    cached_fp8 = workload.fp8 is not None and workload.cache is not None
-
-    def rule(
-        multiplier: float, dtype: str, mean: float | None = None, *, ulps_: int | None = None
-    ) -> Rule:
-        return Rule(
-            block=block,
-            multiplier=multiplier,
-            ulps=ulps[dtype] if ulps_ is None else ulps_,
-            dtype=views.DTYPES[dtype],
-            mean_multiplier=mean,
-        )
-
-    rules = {
-        "out": rule(
-            max(out, _FP8_CACHE_MAXIMUM) if cached_fp8 else out,
-            workload.dtype_out,
-            _FP8_CACHE_MEAN if cached_fp8 else None,
-        ),
-        # An LSE is a float32 whatever is tested.
-        "lse": rule(lse, "float32", ulps_=_FP8_LSE_ULPS if workload.fp8 is not None else None),
-    }
-    if workload.has_backward:
-        rules |= {name: rule(grads, workload.dtype) for name in GRADIENTS}
-    return rules
-
-
-def _mapping(accuracy: Mapping[str, object], name: str) -> dict[str, int]:
-    value = accuracy.get(name, {})
-    assert isinstance(value, dict)
-    return value
 
 
 def pairs(workload: Workload, select: Selection | None) -> list[tuple[int, int]]:
@@ -347,32 +304,42 @@ def _groups(
 
 
 def _expected(
-    workload: Workload, b: int, high: GroupResult, low: GroupResult
+    workload: Workload, rules: Mapping[str, Rule], b: int, high: GroupResult, low: GroupResult
 ) -> dict[str, Expected]:
-    device = high.out.device
-    rows = high.rows.to(device)
-    attending = workload.attending_rows(b)
-    empty = (rows < attending.start) | (rows >= attending.stop)
-    none = torch.zeros_like(empty)
-    expected = {
-        "out": Expected.of(high.out, low.out, rows, empty),
-        "lse": Expected.of(
-            high.lse[..., None], low.lse[..., None], rows, none, high.terms.get("lse")
-        ),
+    """Join the two computations of a batch, whose sequences are as long as sequence b."""
+    empty = _outside(high.rows, workload.attending_rows(b))
+    keys = torch.arange(workload.seqlens_k[b])
+    ignored = _outside(keys, workload.attended_keys(b))
+    places = {
+        "out": (high.rows, empty),
+        "lse": (high.rows, None),
+        "dq": (high.rows, empty),
+        "dk": (keys, ignored),
+        "dv": (keys, ignored),
     }
-    if high.dq is None or low.dq is None:
-        return expected
-    assert high.dk is not None
-    assert high.dv is not None
-    assert low.dk is not None
-    assert low.dv is not None
-    keys = torch.arange(workload.seqlens_k[b], device=device)
-    attended = workload.attended_keys(b)
-    ignored = (keys < attended.start) | (keys >= attended.stop)
-    expected["dq"] = Expected.of(high.dq, low.dq, rows, empty, high.terms.get("dq"))
-    expected["dk"] = Expected.of(high.dk[None], low.dk[None], keys, ignored, high.terms.get("dk"))
-    expected["dv"] = Expected.of(high.dv[None], low.dv[None], keys, ignored)
+    expected = {}
+    for name, rule in rules.items():
+        rows, exact = places[name]
+        expected[name] = Expected.of(
+            rule,
+            _by_pair(name, getattr(high, name)),
+            _by_pair(name, getattr(low, name)),
+            rows,
+            exact=exact,
+            terms=high.terms.get(name),
+        )
     return expected
+
+
+def _by_pair(name: str, x: torch.Tensor) -> torch.Tensor:
+    """View as (pairs, rows, width)."""
+    if name in ("dk", "dv"):
+        return x
+    return x.flatten(0, 1)[..., None] if name == "lse" else x.flatten(0, 1)
+
+
+def _outside(index: torch.Tensor, inside: range) -> torch.Tensor:
+    return (index < inside.start) | (index >= inside.stop)
 
 
 def _translate(found: torch.Tensor, expected: Expected, empty_row_lse: float) -> torch.Tensor:
@@ -385,7 +352,9 @@ def _translate(found: torch.Tensor, expected: Expected, empty_row_lse: float) ->
 
 def _demand_nan(found: torch.Tensor, expected: Expected) -> torch.Tensor:
     """Under masked_rows nan: NaN of an empty row is right (0 here), all else is wrong."""
-    empty = expected.exact[None, :, None]
+    if expected.exact is None:
+        return found
+    empty = expected.exact[:, None]
     return torch.where(empty, torch.where(found.isnan(), 0.0, torch.inf), found.to(torch.float64))
 
 

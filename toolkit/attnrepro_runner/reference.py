@@ -2,7 +2,8 @@
 
 One algorithm serves twice: in float64 it is the reference, and in float32 with weights rounded to
 the tested dtype it is the `low` computation, whose error says what rounding alone may cost. A tile
-holds all keys of its rows, so that the softmax needs one pass; rows a tile are chosen by memory.
+holds all keys of its rows in every group of a batch, so that the softmax needs one pass; rows a
+tile are chosen by memory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnrepro_runner import views
+from attnrepro_runner.groups import query_pairs, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from attnrepro_runner.backends.base import Tensors
+    from attnrepro_runner.groups import Group, GroupInputs
     from attnrepro_runner.semantics import Workload
 
     KeepMask = Callable[[int, int], torch.Tensor]
@@ -62,82 +64,28 @@ def low_precision(workload: Workload) -> Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupInputs:
-    """What the query heads of one KV head of one sequence read."""
-
-    q: torch.Tensor
-    """(heads, seqlen_q, head_dim)."""
-    k: torch.Tensor
-    """(seqlen_k, head_dim)."""
-    v: torch.Tensor
-    grad_out: torch.Tensor | None = None
-    logit_factor: float = 1.0
-    """Descales of q and k."""
-    value_factor: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class GroupResult:
-    """Attention of one KV head's query heads; `rows` of each."""
+    """Attention of a batch of groups; `rows` of each head."""
 
     rows: torch.Tensor
-    """int64: the query of each row of out, lse and dq."""
+    """int64 (rows), on the CPU: the query of each row of out, lse and dq."""
     out: torch.Tensor
-    """(heads, rows, head_dim_v); 0 where the row attends nothing."""
+    """(groups, heads, rows, head_dim_v); 0 where the row attends nothing."""
     lse: torch.Tensor
-    """(heads, rows); -inf where the row attends nothing."""
+    """(groups, heads, rows); -inf where the row attends nothing."""
     dq: torch.Tensor | None
     dk: torch.Tensor | None
-    """(seqlen_k, head_dim), summed over the heads."""
+    """(groups, seqlen_k, head_dim), summed over a group's heads."""
     dv: torch.Tensor | None
     terms: dict[str, torch.Tensor]
-    """Largest term of the sums of lse and dq (heads, rows) and dk (1, seqlen_k): what a result that
-    cancels keeps the rounding of. In float64 only."""
-
-
-def from_tensors(workload: Workload, tensors: Tensors, b: int, heads: Sequence[int]) -> GroupInputs:
-    """Read the inputs of query heads that share one KV head."""
-    g = workload.kv_head(heads[0])
-    stack = [views.query_rows(tensors.q, workload, b, h) for h in heads]
-    grads = tensors.grad_out
-    factors = {
-        name: 1.0 if descale is None else float(descale[b, g])
-        for name, descale in (
-            ("q", tensors.q_descale),
-            ("k", tensors.k_descale),
-            ("v", tensors.v_descale),
-        )
-    }
-    return GroupInputs(
-        q=torch.stack(stack),
-        k=views.logical_keys(tensors, "k", workload, b, g),
-        v=views.logical_keys(tensors, "v", workload, b, g),
-        grad_out=None
-        if grads is None
-        else torch.stack([views.query_rows(grads, workload, b, h) for h in heads]),
-        logit_factor=factors["q"] * factors["k"],
-        value_factor=factors["v"],
-    )
-
-
-def from_packed(
-    workload: Workload, packed: Mapping[str, torch.Tensor], b: int, heads: Sequence[int]
-) -> GroupInputs:
-    """Read the inputs as drawn, before quantisation: (tokens, heads, width)."""
-    g = workload.kv_head(heads[0])
-    start_q, start_k = views.starts(workload.seqlens_q), views.starts(workload.seqlens_k)
-    q = packed["q"][start_q[b] : start_q[b + 1]]
-    keys = slice(start_k[b], start_k[b + 1])
-    return GroupInputs(
-        q=torch.stack([q[:, h] for h in heads]), k=packed["k"][keys, g], v=packed["v"][keys, g]
-    )
+    """Largest term of the sums of lse and dq (groups * heads, rows) and dk (groups, seqlen_k): what
+    a result that cancels keeps the rounding of. In float64 only."""
 
 
 def attend(
     workload: Workload,
     inputs: GroupInputs,
-    b: int,
-    heads: Sequence[int],
+    groups: Sequence[Group],
     precision: Precision,
     *,
     blocks: Sequence[range] | None = None,
@@ -147,16 +95,21 @@ def attend(
 
     Args:
         workload: the semantics.
-        inputs: of these heads.
-        b: sequence.
-        heads: query heads of one KV head.
+        inputs: of these groups.
+        groups: of equal lengths and as many heads.
         precision: HIGH, or `low_precision`.
         blocks: rows to compute, as ascending ranges; None is all. Needs all for gradients.
         keep: the weights that dropout kept; None keeps all.
 
+    Raises:
+        ValueError: the groups are not of one shape, or gradients are asked for of some rows.
+
     """
+    if len({shape_of(workload, group) for group in groups}) != 1:
+        msg = "a batch holds groups of equal lengths and as many heads"
+        raise ValueError(msg)
     with exact_float32_products():
-        return _Group(workload, inputs, b, heads, precision, keep).run(blocks)
+        return _Batch(workload, inputs, groups, precision, keep).run(blocks)
 
 
 @contextlib.contextmanager
@@ -170,63 +123,77 @@ def exact_float32_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class _Group:
+class _Batch:
     def __init__(
         self,
         workload: Workload,
         inputs: GroupInputs,
-        b: int,
-        heads: Sequence[int],
+        groups: Sequence[Group],
         precision: Precision,
         keep: KeepMask | None,
     ) -> None:
         compute = precision.compute
-        self.workload, self.b, self.heads, self.precision = workload, b, tuple(heads), precision
+        self.workload, self.precision = workload, precision
+        # A mask follows from lengths, and these are everybody's.
+        self.b, (self.groups, self.heads) = groups[0][0], inputs.q.shape[:2]
         self.q, self.k, self.v = (_to(x, compute) for x in (inputs.q, inputs.k, inputs.v))
         self.grad_out = None if inputs.grad_out is None else _to(inputs.grad_out, compute)
-        self.factor = workload.scale_value * inputs.logit_factor
-        self.value_factor = inputs.value_factor
         self.device = self.q.device
+        self.factor: float | torch.Tensor = workload.scale_value
+        if inputs.logit_factor is not None:
+            self.factor = (inputs.logit_factor * self.factor).to(compute)[:, None, None]
+        self.value_factor = (
+            None if inputs.value_factor is None else inputs.value_factor.to(compute)[:, None, None]
+        )
+        pairs = query_pairs(groups)
         slopes = workload.alibi_slopes()
         self.slopes = (
             None
             if slopes is None
-            else torch.tensor([slopes[h] for h in heads], dtype=compute, device=self.device)
+            else torch.tensor(
+                [slopes[h] for _, h in pairs], dtype=compute, device=self.device
+            ).view(self.groups, self.heads, 1, 1)
         )
-        self.keep = None if keep is None else torch.stack([keep(b, h) for h in heads])
+        self.keep = (
+            None
+            if keep is None
+            else torch.stack([keep(b, h) for b, h in pairs]).view(*self.q.shape[:3], -1)
+        )
         self.kept_factor = 1 / (1 - workload.dropout.p) if workload.dropout is not None else 1.0
         self.dk = self.dv = None
         if self.grad_out is not None:
             self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         self.terms_dq: list[torch.Tensor] = []
-        self.terms_dk = self.k.new_zeros((1, len(self.k)))
+        self.terms_dk = self.k.new_zeros(self.k.shape[:2])
 
     def run(self, blocks: Sequence[range] | None) -> GroupResult:
         parts = [self.tile(rows) for whole in self.ranges(blocks) for rows in self.split(whole)]
-        empty = self.q.new_zeros((len(self.heads), 0, self.v.shape[-1]))
+        empty = self.q.new_zeros((self.groups, self.heads, 0, self.v.shape[-1]))
         index = [torch.arange(rows.start, rows.stop) for rows, *_ in parts]
+        rows = torch.cat(index) if index else torch.arange(0)
         rounded = self.precision.gradients
         return GroupResult(
-            rows=torch.cat(index) if index else torch.arange(0),
-            out=torch.cat([part[1] for part in parts], dim=1) if parts else empty,
-            lse=torch.cat([part[2] for part in parts], dim=1) if parts else empty[:, :, 0],
+            rows=rows,
+            out=torch.cat([part[1] for part in parts], dim=2) if parts else empty,
+            lse=torch.cat([part[2] for part in parts], dim=2) if parts else empty[..., 0],
             dq=None
             if self.grad_out is None
-            else _round(torch.cat([part[3] for part in parts], dim=1), rounded)
+            else _round(torch.cat([part[3] for part in parts], dim=2), rounded)
             if parts
             else torch.zeros_like(self.q),
             dk=None if self.dk is None else _round(self.dk, rounded),
             dv=None if self.dv is None else _round(self.dv, rounded),
-            terms=self.terms(index) if self.precision is HIGH and parts else {},
+            terms=self.terms(rows) if self.precision is HIGH and parts else {},
         )
 
-    def terms(self, index: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        q = self.q[:, torch.cat(index).to(self.device)]
-        terms = {"lse": self.factor * q.norm(dim=-1) * _greatest(self.k.norm(dim=-1))}
+    def terms(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        q = self.q if len(rows) == self.q.shape[2] else self.q[:, :, rows.to(self.device)]
+        terms = {"lse": q.norm(dim=-1) * _greatest(self.k.norm(dim=-1))}
         if self.grad_out is not None:
-            terms["dq"] = self.factor * torch.cat(self.terms_dq, dim=1) * _greatest(self.k)
-            terms["dk"] = self.factor * self.terms_dk * _greatest(self.q)
-        return terms
+            terms["dq"] = torch.cat(self.terms_dq, dim=2) * _greatest(self.k)
+            terms["dk"] = self.terms_dk[:, None] * _greatest(self.q)
+        # Heads, or the one KV head, follow each other.
+        return {name: (self.factor * x).flatten(0, 1) for name, x in terms.items()}
 
     def ranges(self, blocks: Sequence[range] | None) -> Sequence[range]:
         if blocks is None:
@@ -244,7 +211,7 @@ class _Group:
             size = rows.stop - start
             while size > 1:
                 keys = self.keys_of(range(start, start + size))
-                if len(self.heads) * size * len(keys) <= budget:
+                if self.groups * self.heads * size * len(keys) <= budget:
                     break
                 size = -(-size // 2)
             yield range(start, start + size)
@@ -263,23 +230,24 @@ class _Group:
     def tile(self, rows: range) -> tuple[range, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (rows, out, lse, dq) of a tile and add to dk and dv."""
         keys = self.keys_of(rows)
-        heads, width_v = len(self.heads), self.v.shape[-1]
-        q = self.q[:, rows.start : rows.stop]
-        k, v = self.k[keys.start : keys.stop], self.v[keys.start : keys.stop]
+        shape = (self.groups, self.heads, len(rows))
+        q = self.q[:, :, rows.start : rows.stop]
         if not keys:
-            out = q.new_zeros((heads, len(rows), width_v))
-            lse = q.new_full((heads, len(rows)), -torch.inf)
+            out = q.new_zeros((*shape, self.v.shape[-1]))
+            lse = q.new_full(shape, -torch.inf)
             self.terms_dq.append(torch.zeros_like(lse))
             return rows, out, lse, torch.zeros_like(q)
-        scores = (q.reshape(-1, q.shape[-1]) @ k.T).view(heads, len(rows), len(keys))
-        scores *= self.factor
+        # Products take the rows of all heads of a group at once.
+        q = q.flatten(1, 2)
+        k, v = self.k[:, keys.start : keys.stop], self.v[:, keys.start : keys.stop]
+        scores = (q @ k.mT).mul_(self.factor).view(*shape, len(keys))
         cap = self.workload.softcap
         ratio = None
         if cap is not None:
             ratio = scores.div_(cap).tanh_()
             scores = ratio * cap
         if self.slopes is not None:
-            scores -= self.slopes[:, None, None] * self.distance(rows, keys)
+            scores -= self.slopes * self.distance(rows, keys)
         excluded = self.excluded(rows, keys)
         if excluded is not None:
             scores.masked_fill_(excluded, -torch.inf)
@@ -293,16 +261,18 @@ class _Group:
         kept = self.kept(rows, keys)
         used = weights if kept is None else weights * kept
         used = _round(used, self.precision.weights)
-        out = (used.view(-1, len(keys)) @ v).view(heads, len(rows), width_v)
-        out = _round(out.div_(divisor).mul_(self.value_factor), self.precision.out)
+        out = (used.flatten(1, 2) @ v).div_(divisor.flatten(1, 2))
+        if self.value_factor is not None:
+            out *= self.value_factor
+        out = _round(out, self.precision.out)
         if self.grad_out is None:
-            return rows, out, lse, q
-        grad_out = self.grad_out[:, rows.start : rows.stop]
+            return rows, out.view(*shape, -1), lse, q
+        grad_out = self.grad_out[:, :, rows.start : rows.stop].flatten(1, 2)
         # As every fused backward: weights come anew from the logits and the LSE.
-        shift = lse.masked_fill(lse == -torch.inf, 0.0)[:, :, None]
+        shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         weights = self.exponential(scores.sub_(shift))
         dq = self.backward(q, k, v, keys, weights, kept, ratio, out, grad_out)
-        return rows, out, lse, dq
+        return rows, out.view(*shape, -1), lse, dq.view(*shape, -1)
 
     def backward(
         self,
@@ -316,27 +286,30 @@ class _Group:
         out: torch.Tensor,
         grad_out: torch.Tensor,
     ) -> torch.Tensor:
-        """Return dq of a tile; add to dk and dv. `weights` are normalised, and are overwritten."""
+        """Return dq of a tile; add to dk and dv.
+
+        Of q, out and grad_out a group's heads follow each other: (groups, heads * rows, width).
+        `weights` (groups, heads, rows, keys) are normalised.
+        """
         assert self.dk is not None
         assert self.dv is not None
-        flat = grad_out.reshape(-1, grad_out.shape[-1])
         used = _round(weights if kept is None else weights * kept, self.precision.weights)
-        self.dv[keys.start : keys.stop] += used.view(-1, len(keys)).T @ flat
-        grad = (flat @ v.T).view(weights.shape)
+        self.dv[:, keys.start : keys.stop] += used.flatten(1, 2).mT @ grad_out
+        grad = (grad_out @ v.mT).view(weights.shape)
         if kept is not None:
             grad *= kept
         if self.precision is HIGH:
             terms = (grad * weights).abs_()
             self.terms_dq.append(terms.amax(-1))
             part = self.terms_dk[:, keys.start : keys.stop]
-            torch.maximum(part, terms.amax((0, 1)), out=part)
-        grad -= (grad_out * out).sum(-1, keepdim=True)
+            torch.maximum(part, terms.amax((1, 2)), out=part)
+        grad -= (grad_out * out).sum(-1).view(*weights.shape[:3], 1)
         grad *= weights
         if ratio is not None:
             grad *= 1 - ratio.square()
-        grad = _round(grad, self.precision.weights).view(-1, len(keys))
-        self.dk[keys.start : keys.stop] += (grad.T @ q.reshape(-1, q.shape[-1])).mul_(self.factor)
-        return (grad @ k).mul_(self.factor).view(q.shape)
+        grad = _round(grad, self.precision.weights).flatten(1, 2)
+        self.dk[:, keys.start : keys.stop] += (grad.mT @ q).mul_(self.factor)
+        return (grad @ k).mul_(self.factor)
 
     def excluded(self, rows: range, keys: range) -> torch.Tensor | None:
         """Where a tile's mask excludes; None where it excludes nothing."""
@@ -367,7 +340,7 @@ class _Group:
     def kept(self, rows: range, keys: range) -> torch.Tensor | None:
         if self.keep is None:
             return None
-        part = self.keep[:, rows.start : rows.stop, keys.start : keys.stop]
+        part = self.keep[:, :, rows.start : rows.stop, keys.start : keys.stop]
         return part.to(self.q.dtype) * self.kept_factor
 
     def arange(self, values: range) -> torch.Tensor:
@@ -375,7 +348,11 @@ class _Group:
 
 
 def _greatest(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().amax() if x.numel() else x.new_zeros(())
+    """Return the largest magnitude of each group, (groups, 1, 1)."""
+    flat = x.flatten(1)
+    if not flat.shape[1]:
+        return x.new_zeros((len(x), 1, 1))
+    return flat.abs().amax(1)[:, None, None]
 
 
 def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""One sequence and head of a tensor, whatever its layout: two-dimensional views for checking.
+"""Sequences and heads of a tensor, whatever its layout: for checking.
 
-Lengths and pages come from the workload, never from the tensors that a backend was handed.
+One (sequence, head) pair is a two-dimensional view; `gather_` copies many at once, of sequences of
+equal lengths. Lengths and pages come from the workload, never from the tensors that a backend was
+handed.
 """
 
 from __future__ import annotations
@@ -12,8 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnrepro_runner.backends.base import Tensors
     from attnrepro_runner.semantics import Workload
+
+    Pairs = Sequence[tuple[int, int]]
+    """(sequence, head) each."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -73,6 +80,74 @@ def page_slots(workload: Workload, b: int, keys: range) -> tuple[torch.Tensor, t
     )
 
 
+def gather_queries(
+    tensor: torch.Tensor, workload: Workload, pairs: Pairs, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy rows of each (sequence, query head) of q, out, dq or dO: (pairs, rows, width).
+
+    Args:
+        tensor: in the workload's layout.
+        workload: the semantics.
+        pairs: of sequences of equal seqlen_q.
+        rows: int64 (rows) on the tensor's device; None is all.
+
+    """
+    return _gather(tensor, workload, workload.seqlens_q, pairs, rows)
+
+
+def gather_lses(
+    tensor: torch.Tensor, workload: Workload, pairs: Pairs, rows: torch.Tensor
+) -> torch.Tensor:
+    """Copy rows of each (sequence, query head) of an LSE: (pairs, rows)."""
+    b, h = _columns(pairs, tensor.device)
+    if workload.is_packed:
+        return tensor[h, _firsts(workload.seqlens_q, pairs, tensor.device) + rows]
+    return tensor[b, h, rows]
+
+
+def gather_keys(tensor: torch.Tensor, workload: Workload, pairs: Pairs) -> torch.Tensor:
+    """Copy the rows of each (sequence, KV head) of k, v, dk or dv: (pairs, seqlen_k, width)."""
+    cache = workload.cache
+    if cache is None:
+        return _gather(tensor, workload, workload.seqlens_k, pairs)
+    b, h = _columns(pairs, tensor.device)
+    rows = torch.arange(workload.seqlens_k[pairs[0][0]], device=tensor.device)
+    if cache.page_size is None:
+        return tensor[b, rows, h]
+    table = _page_table(workload).to(tensor.device)
+    return tensor[table[b, rows // cache.page_size], rows % cache.page_size, h]
+
+
+def gather_logical_keys(
+    tensors: Tensors, name: str, workload: Workload, pairs: Pairs
+) -> torch.Tensor:
+    """Copy the keys or values as `logical_keys` does: (pairs, seqlen_k, width)."""
+    rows = gather_keys(tensors.k if name == "k" else tensors.v, workload, pairs)
+    new = tensors.k_new if name == "k" else tensors.v_new
+    if new is not None:
+        b, h = torch.tensor(pairs, device=new.device).unbind(1)
+        rows[:, rows.shape[1] - new.shape[1] :] = new[b, :, h]
+    return rows
+
+
+def gather_packed(
+    tensor: torch.Tensor,
+    seqlens: tuple[int, ...],
+    pairs: Pairs,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Copy rows of each (sequence, head) of (tokens, heads, width): (pairs, rows, width)."""
+    if rows is None:
+        rows = torch.arange(seqlens[pairs[0][0]], device=tensor.device)
+    _, h = _columns(pairs, tensor.device)
+    return tensor[_firsts(seqlens, pairs, tensor.device) + rows, h]
+
+
+@lru_cache(maxsize=8)
+def _page_table(workload: Workload) -> torch.Tensor:
+    return torch.tensor(page_rows(workload))
+
+
 @lru_cache(maxsize=8)
 def page_rows(workload: Workload) -> tuple[tuple[int, ...], ...]:
     """Return the page table; the shuffle of a large pool is drawn once."""
@@ -97,3 +172,32 @@ def _dense(
     if workload.layout == "bhsd":
         return tensor[b, h]
     return tensor[b, :, h]
+
+
+def _gather(
+    tensor: torch.Tensor,
+    workload: Workload,
+    seqlens: tuple[int, ...],
+    pairs: Pairs,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if workload.layout == "thd":
+        return gather_packed(tensor, seqlens, pairs, rows)
+    if rows is None:
+        rows = torch.arange(seqlens[pairs[0][0]], device=tensor.device)
+    b, h = _columns(pairs, tensor.device)
+    if workload.layout == "bhsd":
+        return tensor[b, h, rows]
+    return tensor[b, rows, h]
+
+
+def _columns(pairs: Pairs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sequences and the heads of pairs as indices, each (pairs, 1)."""
+    b, h = torch.tensor(pairs, device=device)[:, :, None].unbind(1)
+    return b, h
+
+
+def _firsts(seqlens: tuple[int, ...], pairs: Pairs, device: torch.device) -> torch.Tensor:
+    """Return where each pair's sequence starts in a packed tensor: (pairs, 1)."""
+    start = _starts(seqlens)
+    return torch.tensor([[start[b]] for b, _ in pairs], device=device)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnrepro_runner import generator, inputs, oracle, reference, views
+from attnrepro_runner import generator, groups, inputs, oracle, reference, views
 from attnrepro_runner.backends.base import Outputs
 from attnrepro_runner.oracle import Oracle
 from attnrepro_runner.semantics import Workload
@@ -117,8 +117,9 @@ def test_reference_is_the_cpus() -> None:
     found = []
     for device in ("cpu", "cuda"):
         tensors = inputs.make_inputs(workload, {}, stream=0, device=device)
-        given = reference.from_tensors(workload, tensors, 1, (2, 3))
-        found.append(reference.attend(workload, given, 1, (2, 3), reference.HIGH))
+        batch = [(0, (0, 1)), (1, (2, 3))]
+        given = groups.from_tensors(workload, tensors, batch)
+        found.append(reference.attend(workload, given, batch, reference.HIGH))
     for name in ("out", "lse", "dq", "dk", "dv"):
         on_cpu, on_gpu = (getattr(result, name) for result in found)
         torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-11, atol=1e-11)
@@ -130,9 +131,9 @@ def test_selection_keeps_long_sequences_cheap() -> None:
     select = oracle.sample(workload, pairs=8, blocks=8)
     out = torch.zeros(workload.shape("out"), dtype=torch.bfloat16, device="cuda")
     for b, h in select.pairs:
-        given = reference.from_tensors(workload, tensors, b, (h,))
-        low = reference.attend(workload, given, b, (h,), reference.low_precision(workload))
-        views.query_rows(out, workload, b, h).copy_(low.out[0])
+        given = groups.from_tensors(workload, tensors, [(b, (h,))])
+        low = reference.attend(workload, given, [(b, (h,))], reference.low_precision(workload))
+        views.query_rows(out, workload, b, h).copy_(low.out[0, 0])
     report = Oracle(workload, {}, tensors, select).check(Outputs(out=out), empty_row_lse=0.0)
     assert report.ok, report.reason()
     print(f"8 pairs, 8 blocks of 16k: {report.duration_ns / 1e9:.3f} s")

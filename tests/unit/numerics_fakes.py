@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnrepro_runner import generator, inputs, reference, views
+from attnrepro_runner import generator, groups, inputs, reference, views
 from attnrepro_runner.backends.base import (
     Availability,
     Backend,
@@ -112,29 +112,30 @@ class ReferencePrepared(Prepared):
         precision = reference.low_precision(given)
         for b in range(given.batch):
             for h in range(given.heads_q):
-                read = reference.from_tensors(given, tensors, b, (h,))
+                group = [(b, (h,))]
+                read = groups.from_tensors(given, tensors, group)
                 read = dataclasses.replace(
                     read,
-                    k=views.logical_keys(tensors, "k", given, b, faults.k_head(given, h)),
-                    v=views.logical_keys(tensors, "v", given, b, faults.v_head(given, h)),
+                    k=views.logical_keys(tensors, "k", given, b, faults.k_head(given, h))[None],
+                    v=views.logical_keys(tensors, "v", given, b, faults.v_head(given, h))[None],
                 )
                 keep = self.keep(backward=False)
-                found = reference.attend(workload, read, b, (h,), precision, keep=keep)
+                found = reference.attend(workload, read, group, precision, keep=keep)
                 if faults.unscaled and given.dropout is not None:
                     found = dataclasses.replace(found, out=found.out * (1 - given.dropout.p))
-                views.query_rows(out, given, b, h).copy_(found.out[0])
-                views.lse_row(lse, given, b, h).copy_(found.lse[0])
+                views.query_rows(out, given, b, h).copy_(found.out[0, 0])
+                views.lse_row(lse, given, b, h).copy_(found.lse[0, 0])
                 if given.has_backward:
                     if faults.other_backward_mask:
                         keep = self.keep(backward=True)
-                        found = reference.attend(workload, read, b, (h,), precision, keep=keep)
+                        found = reference.attend(workload, read, group, precision, keep=keep)
                     assert found.dq is not None
                     assert found.dk is not None
                     assert found.dv is not None
-                    views.query_rows(grads["dq"], given, b, h).copy_(found.dq[0])
+                    views.query_rows(grads["dq"], given, b, h).copy_(found.dq[0, 0])
                     g = given.kv_head(h)
-                    views.key_rows(grads["dk"], given, b, g).add_(found.dk)
-                    views.key_rows(grads["dv"], given, b, g).add_(found.dv)
+                    views.key_rows(grads["dk"], given, b, g).add_(found.dk[0])
+                    views.key_rows(grads["dv"], given, b, g).add_(found.dv[0])
         self.calls += 1
         return faults.outputs(Outputs(out=out, lse=lse, **grads))
 

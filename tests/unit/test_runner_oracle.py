@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnrepro.resources import schema_dir
-from attnrepro_runner import inputs, oracle, reference, stages, views
+from attnrepro_runner import groups, inputs, oracle, reference, stages, views
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Outputs, Tensors
 from attnrepro_runner.blockrule import hex_float, ulp
@@ -48,10 +48,12 @@ def low(workload: Workload, tensors: Tensors) -> Outputs:
     lse = torch.zeros(workload.shape("lse"))
     for b in range(workload.batch):
         for h in range(workload.heads_q):
-            given = reference.from_tensors(workload, tensors, b, (h,))
-            found = reference.attend(workload, given, b, (h,), reference.low_precision(workload))
-            views.query_rows(out, workload, b, h).copy_(found.out[0])
-            views.lse_row(lse, workload, b, h).copy_(found.lse[0])
+            given = groups.from_tensors(workload, tensors, [(b, (h,))])
+            found = reference.attend(
+                workload, given, [(b, (h,))], reference.low_precision(workload)
+            )
+            views.query_rows(out, workload, b, h).copy_(found.out[0, 0])
+            views.lse_row(lse, workload, b, h).copy_(found.lse[0, 0])
     return Outputs(out=out, lse=lse)
 
 

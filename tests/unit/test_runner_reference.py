@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnrepro_runner import inputs, reference, views
+from attnrepro_runner import groups, inputs, reference, views
 from attnrepro_runner.semantics import Workload
 
 CPU = torch.device("cpu")
@@ -93,18 +93,18 @@ def test_output_lse_and_gradients_by_definition(
     )
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
     heads = (2, 3)
-    given_ = reference.from_tensors(workload, tensors, 0, heads)
+    given_ = groups.from_tensors(workload, tensors, [(0, heads)])
     before = reference._TILE_CPU
     reference._TILE_CPU = tile
     try:
-        found = reference.attend(workload, given_, 0, heads, reference.HIGH)
+        found = reference.attend(workload, given_, [(0, heads)], reference.HIGH)
     finally:
         reference._TILE_CPU = before
     q = given_.q.double().requires_grad_()
     k, v = given_.k.double().requires_grad_(), given_.v.double().requires_grad_()
-    parts = [by_definition(workload, 0, h, q[n], k, v) for n, h in enumerate(heads)]
-    out = torch.stack([part[0] for part in parts])
-    lse = torch.stack([part[1] for part in parts])
+    parts = [by_definition(workload, 0, h, q[0, n], k[0], v[0]) for n, h in enumerate(heads)]
+    out = torch.stack([part[0] for part in parts])[None]
+    lse = torch.stack([part[1] for part in parts])[None]
     close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(found.out, out, **close)
     torch.testing.assert_close(found.lse, lse, **close)
@@ -120,10 +120,11 @@ def test_dropout_with_a_given_mask() -> None:
     workload = make(dropout={"p": 0.25, "seed": 1}, heads_q=1, heads_kv=1, mask={})
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
     kept = torch.arange(6 * 9).view(6, 9) % 4 != 1
-    given_ = reference.from_tensors(workload, tensors, 0, (0,))
-    found = reference.attend(workload, given_, 0, (0,), reference.HIGH, keep=lambda b, h: kept)
+    one = [(0, (0,))]
+    given_ = groups.from_tensors(workload, tensors, one)
+    found = reference.attend(workload, given_, one, reference.HIGH, keep=lambda b, h: kept)
     q, k, v = (x.double().requires_grad_() for x in (given_.q, given_.k, given_.v))
-    weights = torch.softmax(q @ k.T * workload.scale_value, -1) * kept / 0.75
+    weights = torch.softmax(q @ k.mT * workload.scale_value, -1) * kept / 0.75
     torch.testing.assert_close(found.out, weights @ v, rtol=1e-12, atol=1e-12)
     assert given_.grad_out is not None
     grads = torch.autograd.grad(weights @ v, (q, k, v), given_.grad_out.double())
@@ -133,21 +134,21 @@ def test_dropout_with_a_given_mask() -> None:
 def test_blocks_of_rows_are_those_rows() -> None:
     workload = make(phase="forward", seqlen_q=50, seqlen_k=50, mask={"causal": "top_left"})
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
-    given_ = reference.from_tensors(workload, tensors, 0, (0,))
-    whole = reference.attend(workload, given_, 0, (0,), reference.HIGH)
+    one = [(0, (0,))]
+    given_ = groups.from_tensors(workload, tensors, one)
+    whole = reference.attend(workload, given_, one, reference.HIGH)
     part = reference.attend(
-        workload, given_, 0, (0,), reference.HIGH, blocks=[range(16, 32), range(48, 50)]
+        workload, given_, one, reference.HIGH, blocks=[range(16, 32), range(48, 50)]
     )
     assert part.rows.tolist() == [*range(16, 32), 48, 49]
-    torch.testing.assert_close(part.out, whole.out[:, part.rows], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(part.out, whole.out[:, :, part.rows], rtol=1e-13, atol=1e-13)
     training = make()
     tensors = inputs.make_inputs(training, {}, stream=0, device=CPU)
     with pytest.raises(ValueError, match="every row"):
         reference.attend(
             training,
-            reference.from_tensors(training, tensors, 0, (0,)),
-            0,
-            (0,),
+            groups.from_tensors(training, tensors, one),
+            one,
             reference.HIGH,
             blocks=[range(2)],
         )
@@ -156,15 +157,16 @@ def test_blocks_of_rows_are_those_rows() -> None:
 def test_low_rounds_once_and_ignores_the_process_precision() -> None:
     workload = make(phase="forward", dtype="bfloat16", seqlen_q=64, seqlen_k=64, head_dim=64)
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
-    given_ = reference.from_tensors(workload, tensors, 0, (0, 1))
-    high = reference.attend(workload, given_, 0, (0, 1), reference.HIGH)
-    low = reference.attend(workload, given_, 0, (0, 1), reference.low_precision(workload))
+    batch = [(0, (0, 1)), (0, (2, 3))]
+    given_ = groups.from_tensors(workload, tensors, batch)
+    high = reference.attend(workload, given_, batch, reference.HIGH)
+    low = reference.attend(workload, given_, batch, reference.low_precision(workload))
     assert torch.equal(low.out, low.out.bfloat16().float())
     error = (low.out.double() - high.out).abs().max()
     assert 0 < float(error) < float(high.out.abs().max()) * 2**-7
     try:
         torch.set_float32_matmul_precision("medium")
-        again = reference.attend(workload, given_, 0, (0, 1), reference.low_precision(workload))
+        again = reference.attend(workload, given_, batch, reference.low_precision(workload))
         assert torch.equal(again.lse, low.lse)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
@@ -180,11 +182,11 @@ def test_descales_enter_logits_and_values() -> None:
     )
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
     for g, (k_scale, v_scale) in enumerate(((0.25, 4.0), (2.0, 1.0))):
-        heads = (2 * g, 2 * g + 1)
-        given_ = reference.from_tensors(workload, tensors, 0, heads)
-        found = reference.attend(workload, given_, 0, heads, reference.HIGH)
+        one = [(0, (2 * g, 2 * g + 1))]
+        given_ = groups.from_tensors(workload, tensors, one)
+        found = reference.attend(workload, given_, one, reference.HIGH)
         q = views.query_rows(tensors.q, workload, 0, 2 * g).double() * 0.5
         k = views.key_rows(tensors.k, workload, 0, g).double() * k_scale
         v = views.key_rows(tensors.v, workload, 0, g).double() * v_scale
         expected = torch.softmax(q @ k.T / math.sqrt(8), -1) @ v
-        torch.testing.assert_close(found.out[0], expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.out[0, 0], expected, rtol=1e-12, atol=1e-12)

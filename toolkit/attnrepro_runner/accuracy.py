@@ -1,0 +1,86 @@
+"""How far from the reference each tensor may be, by the manifest and by what kernels need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnrepro_runner import views
+from attnrepro_runner.blockrule import Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnrepro_runner.semantics import Workload
+
+GRADIENTS = ("dq", "dk", "dv")
+_ALIBI_GRADIENTS = 8.0
+_FP8_CACHE_MAXIMUM = 4.0
+_FP8_CACHE_MEAN = 3.0
+_SOFTCAP_LSE = 4.0
+"""Kernels cap logits by the hardware's approximate tanh (flash-attn 2, 3 and 4 on an H200 are up
+to 1.14 times what 2 allows)."""
+_FP8_LSE_ULPS = 2048
+"""Hopper accumulates FP8 products with about 14 bits: FlashAttention-3's LSE is off by 550 ulps."""
+
+
+def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]:
+    """Return the rule of each tensor of a workload.
+
+    Args:
+        workload: the semantics.
+        accuracy: the manifest's `accuracy` object.
+
+    """
+    ulps = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 2}
+    ulps |= _mapping(accuracy, "ulps")
+    block = accuracy.get("block", 64)
+    assert isinstance(block, int)
+    out, grads, lse = (
+        float(_mapping(accuracy, name).get("multiplier", default))
+        for name, default in (("output", 2), ("gradients", 3), ("lse", 2))
+    )
+    if workload.alibi is not None:
+        grads = max(grads, _ALIBI_GRADIENTS)
+    if workload.softcap is not None:
+        lse = max(lse, _SOFTCAP_LSE)
+    cached_fp8 = workload.fp8 is not None and workload.cache is not None
+
+    def rule(
+        multiplier: float, dtype: str, mean: float | None = None, *, ulps_: int | None = None
+    ) -> Rule:
+        return Rule(
+            block=block,
+            multiplier=multiplier,
+            ulps=ulps[dtype] if ulps_ is None else ulps_,
+            dtype=views.DTYPES[dtype],
+            mean_multiplier=mean,
+        )
+
+    found = {
+        "out": rule(
+            max(out, _FP8_CACHE_MAXIMUM) if cached_fp8 else out,
+            workload.dtype_out,
+            _FP8_CACHE_MEAN if cached_fp8 else None,
+        ),
+        # An LSE is a float32 whatever is tested.
+        "lse": rule(lse, "float32", ulps_=_FP8_LSE_ULPS if workload.fp8 is not None else None),
+    }
+    if workload.has_backward:
+        found |= {name: rule(grads, workload.dtype) for name in GRADIENTS}
+    return found
+
+
+def describe(found: Mapping[str, Rule]) -> str:
+    """Say the rules in one line, for the record."""
+    parts = [
+        f"{name}: m={rule.multiplier:g} c={rule.ulps} ulp({str(rule.dtype)[6:]})"
+        for name, rule in found.items()
+    ]
+    text = f"two_reference per {found['out'].block} rows; " + "; ".join(parts)
+    return f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
+
+
+def _mapping(accuracy: Mapping[str, object], name: str) -> dict[str, int]:
+    value = accuracy.get(name, {})
+    assert isinstance(value, dict)
+    return value

@@ -129,20 +129,20 @@ def test_run_verify_rerun(engine: str, place: Path) -> None:
 
 
 def test_interrupted_run_leaves_no_container_and_is_resumed(engine: str, place: Path) -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command("run", "way.json", "--engine", engine),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment(),
-    )
-    deadline = time.monotonic() + 300
-    while not list(place.glob("attnrepro-runs/*/all/out/tasks/launch-00.json")):
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=60)
+    ) as process:
+        deadline = time.monotonic() + 300
+        while not list(place.glob("attnrepro-runs/*/all/out/tasks/launch-00.json")):
+            assert process.poll() is None, process.stdout and process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=60)
     assert process.returncode == 10, shown
     assert "the same command goes on from there" in shown
     assert not (place / "way.attnrepro").exists()

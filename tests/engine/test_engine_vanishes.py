@@ -36,6 +36,7 @@ class Proxy:
     def __init__(self, path: Path, upstream: str) -> None:
         self._upstream = upstream
         self._open: list[socket.socket] = []
+        self._lock, self._is_cut = threading.Lock(), False
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(path))
         self._server.listen(32)
@@ -49,8 +50,13 @@ class Proxy:
             except OSError:
                 return
             far = socket.socket(socket.AF_UNIX)
+            with self._lock:
+                self._open += [near, far]
+                if self._is_cut:
+                    near.close()
+                    far.close()
+                    return
             far.connect(self._upstream)
-            self._open += [near, far]
             for source, target in ((near, far), (far, near)):
                 thread = threading.Thread(target=self._copy, args=(source, target), daemon=True)
                 thread.start()
@@ -66,6 +72,8 @@ class Proxy:
             pass
 
     def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
         for end in (self._server, *self._open):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -111,6 +119,7 @@ def when_begun(log: Path, act: object) -> threading.Thread:
         deadline = time.monotonic() + 30
         while not (log.exists() and log.read_bytes()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        time.sleep(0.5)  # by then the engine is being waited for
         act()  # type: ignore[operator]
 
     thread = threading.Thread(target=wait)

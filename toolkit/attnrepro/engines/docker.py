@@ -257,6 +257,7 @@ class _Waiter(threading.Thread):
     def run(self) -> None:
         """Wait; an engine that goes away meanwhile is an error, not an exit code."""
         try:
+            knock(self._url)
             with connection(self._url, self._api) as client:
                 client.timeout = None
                 client.wait(self._container)

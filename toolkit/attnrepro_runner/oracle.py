@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnrepro_runner import accuracy as accuracies
-from attnrepro_runner import groups, inputs, reference, views
+from attnrepro_runner import groups, inputs, reference, tolerances, views
 from attnrepro_runner.blockrule import Expected, Tally
 from attnrepro_runner.philox import permutation
 
@@ -145,7 +144,7 @@ class Oracle:
             keep,
         )
         self.seed = seed
-        self.rules = accuracies.rules(workload, accuracy)
+        self.rules = tolerances.rules(workload, accuracy)
         self.groups, self.partial = _groups(workload, select), select is not None
         self.blocks = None if select is None or workload.has_backward else select.blocks
         self._batches = groups.batches(
@@ -176,7 +175,7 @@ class Oracle:
         for n, batch in enumerate(self._batches):
             self._judge(outputs, tallies, batch, self._reference(n), empty_row_lse)
         return OracleReport(
-            rule=accuracies.describe(self.rules),
+            rule=tolerances.describe(self.rules),
             tensors=tallies,
             guards_intact=intact,
             poison=poison,

@@ -157,7 +157,9 @@ class _Batch:
         self.keep = (
             None
             if keep is None
-            else torch.stack([keep(b, h) for b, h in pairs]).view(*self.q.shape[:3], -1)
+            else torch.stack([keep(b, h) for b, h in pairs]).view(
+                *self.q.shape[:3], self.k.shape[1]
+            )
         )
         self.kept_factor = 1 / (1 - workload.dropout.p) if workload.dropout is not None else 1.0
         self.dk = self.dv = None

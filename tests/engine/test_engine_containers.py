@@ -175,7 +175,12 @@ def test_stop_callback_ends_it(engine: Engine, spec: ContainerSpec, tmp_path: Pa
     assert not exists(engine, spec.name)
 
 
-def test_memory_limit_is_told(engine: Engine, spec: ContainerSpec, tmp_path: Path) -> None:
+def test_memory_limit_is_told(
+    engine: Engine, spec: ContainerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     limit = 64 << 20
     status, _ = run(engine, shell(spec, "exec tail /dev/zero", memory_bytes=limit), tmp_path)
     assert status.oom_killed
@@ -187,6 +192,7 @@ def test_memory_limit_is_told(engine: Engine, spec: ContainerSpec, tmp_path: Pat
     assert status.oom_killed
     assert status.code == 0
     assert "child 137" in log
+    assert not list(here.iterdir()), "something was left where the command was started"
 
 
 def test_cores_are_pinned(engine: Engine, spec: ContainerSpec, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -129,14 +130,19 @@ class PodmanEngine:
         stop: Callable[[], bool] | None,
     ) -> ExitStatus:
         # A session of its own: the terminal's Ctrl-C reaches us alone, and we remove the container.
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env=_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as process:
+        # A folder of its own: under cgroups v1 conmon leaves a file `oom` where podman was started.
+        with (
+            tempfile.TemporaryDirectory(prefix="attnrepro-") as folder,
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as process,
+        ):
             try:
                 assert process.stdout is not None
                 copy = closed.LogCopy(closed.chunks(process.stdout), log)

@@ -22,7 +22,7 @@ STREAMS_A_LAUNCH: Final = 1000
 """Each launch draws fresh data: stream 1000 (n + 1) and on; the check has stream 0."""
 
 SCORES_CHECKED: Final = {"cpu": 1 << 24, "cuda": 1 << 30}
-PAIRS_CHECKED: Final = 16
+PAIRS_CHECKED: Final = 64
 """Of the oracle before and after timing, other pairs each time; the check's own oracle sees all it
 can afford."""
 

@@ -28,8 +28,6 @@ STEADY_CALLS: Final = 5
 REPEATED_CALLS: Final = 10
 SCORES_CHECKED: Final = {"cpu": 1 << 31, "cuda": 1 << 36}
 """Scores that the oracle computes at most; a larger cell is checked in part, and says so."""
-PAIRS_CHECKED: Final = 256
-"""(sequence, head) pairs likewise: each costs about 15 ms on an H200, however short."""
 
 
 def check(
@@ -282,7 +280,7 @@ def selection(
     device: str,
     *,
     scores: int | None = None,
-    most: int = PAIRS_CHECKED,
+    most: int | None = None,
     seed: int = 0,
 ) -> Selection | None:
     """Return the part of a cell that the oracle checks; None is all of it.
@@ -291,23 +289,24 @@ def selection(
         workload: the cell's.
         device: cpu or cuda; decides how many scores are affordable.
         scores: how many instead.
-        most: (sequence, query head) pairs.
+        most: (sequence, query head) pairs at most; None is as many as the scores allow.
         seed: of the draw.
 
     """
     limit = SCORES_CHECKED[device] if scores is None else scores
     each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
     count = workload.batch * workload.heads_q
+    most = count if most is None else most
     if each * count <= limit and count <= most:
         return None
     shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
-    pairs = min(most, max(2, limit // max(1, each * shared)))
+    pairs = min(most, count, max(2, limit // max(1, each * shared)))
     blocks = None
     if pairs == 2 and not workload.has_backward:
         rows = max(workload.seqlens_q)
         fits = math.ceil(rows / 64 * limit / (2 * each))
         blocks = max(2, min(fits, math.ceil(rows / 64)))
-    return oracle.sample(workload, pairs=min(pairs, count), blocks=blocks, seed=seed)
+    return oracle.sample(workload, pairs=pairs, blocks=blocks, seed=seed)
 
 
 def seed_text(cell: Cell, stream: int) -> str:

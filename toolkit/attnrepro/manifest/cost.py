@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from attnrepro.manifest.model import Cell, Manifest
     from attnrepro.manifest.plan import Plan
@@ -36,7 +36,7 @@ class _Machine:
     cell_seconds: float
     """Probes, profile and bookkeeping of one cell of one subject in the check."""
     pair_seconds: float
-    """Least time of the reference of one (sequence, head) pair, however short."""
+    """Least time of the reference of one (sequence, head) pair among many, however short."""
 
 
 _MACHINES: Final = {
@@ -48,7 +48,7 @@ _MACHINES: Final = {
         elements=2e7,
         worker_seconds=2.5,
         cell_seconds=0.7,
-        pair_seconds=2e-3,
+        pair_seconds=5e-4,
     ),
     "nvidia": _Machine(
         flops=3e14,
@@ -57,8 +57,8 @@ _MACHINES: Final = {
         oracle_flops=2e13,
         elements=1e9,
         worker_seconds=6,
-        cell_seconds=3,
-        pair_seconds=1.5e-2,
+        cell_seconds=1.5,
+        pair_seconds=1e-3,
     ),
     "amd": _Machine(
         flops=2e14,
@@ -67,16 +67,17 @@ _MACHINES: Final = {
         oracle_flops=2e13,
         elements=1e9,
         worker_seconds=6,
-        cell_seconds=3,
-        pair_seconds=1.5e-2,
+        cell_seconds=1.5,
+        pair_seconds=1e-3,
     ),
 }
 _COMPILED: Final = {"flex": 12.0, "flash_attn_4": 4.0, "flashinfer": 20.0}
 """Backends that compile at the first call of a shape class: seconds, with empty caches."""
 _FROM_CACHE: Final = 0.1
 """Part of that which a call still takes once the run's caches hold its code."""
-_PAIRS: Final = {"check": 256, "launch": 16}
-"""(sequence, head) pairs that the oracle reads at most; round timing it reads twice."""
+_AGAIN: Final = 64
+"""(sequence, head) pairs that the oracle reads at most round timing, and scores of a GPU's."""
+_SCORES_AGAIN: Final = 1 << 30
 _LOOK: Final = 2
 """Doublings of the fewest samples after which a quiet machine has stopped."""
 
@@ -132,12 +133,13 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
         # Empty caches stand before the check, which may run under another profile, before the cold
         # pass, and before what is timed.
         fresh = 1 + (1 + int(timing["cold_start"])) * bool(timed)
-        compiled = _COMPILED.get(subject.backend, 0.0) * len(cells)
+        compiled = _COMPILED.get(subject.backend, 0.0) * _compilations(subject.backend, cells)
         compiled *= fresh + _FROM_CACHE * timed
         low, high = low + starts + compiled, high + starts + 1.5 * compiled
         for cell in cells:
             call = _call(cell, machine, threads)
-            judged, again = (_judged(cell, machine, threads, _PAIRS[n]) for n in _PAIRS)
+            judged = _judged(cell, machine, threads, cell.parsed.batch * cell.parsed.heads_q)
+            again = _judged(cell, machine, threads, _pairs_again(cell))
             repeats = (
                 int(manifest.document["bits"]["repeats"])
                 * call
@@ -167,6 +169,18 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
     )
 
 
+def _compilations(backend: str, cells: Sequence[Cell]) -> int:
+    """Times that a backend compiles: flex for every shape, the others for every kind of call."""
+    if backend == "flex":
+        return len(cells)
+    return len(
+        {
+            (w.phase, w.dtype, w.head_dim, w.head_dim_v, w.layout, repr(w.mask), repr(w.cache))
+            for w in (cell.parsed for cell in cells)
+        }
+    )
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them."""
     if seconds < 90:
@@ -190,6 +204,12 @@ def _call(cell: Cell, machine: _Machine, threads: int) -> float:
     return machine.call_seconds + max(
         work.flops / (machine.flops * threads), work.bytes / machine.bytes
     )
+
+
+def _pairs_again(cell: Cell) -> int:
+    workload = cell.parsed
+    each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
+    return min(_AGAIN, max(2, _SCORES_AGAIN // max(1, each)))
 
 
 def _judged(cell: Cell, machine: _Machine, threads: int, most: int) -> float:

@@ -279,3 +279,18 @@ def test_a_fingerprint_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(inputs, "_MARK_CHUNK", 800)
     assert inputs.fingerprint(tensor) == whole
     assert inputs.fingerprint(tensor[:0]) == (0, 0)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head_kv"])
+def test_float8_inputs_without_tokens(granularity: str) -> None:
+    workload = Workload.parse(
+        {
+            **{"phase": "prefill", "batch": 2, "seqlen_q": [0, 3], "seqlen_k": [0, 0]},
+            **{"heads_q": 2, "heads_kv": 1, "head_dim": 16, "layout": "thd"},
+            **{"dtype": "float8_e4m3fn", "fp8": {"granularity": granularity}},
+        }
+    )
+    made = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    assert made.k.shape == workload.shape("k")
+    assert made.k_descale is not None
+    assert torch.isfinite(made.k_descale).all()

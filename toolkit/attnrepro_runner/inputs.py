@@ -284,8 +284,10 @@ def _descale(workload: Workload, name: str, packed: torch.Tensor) -> torch.Tenso
     if declared is not None:
         values = torch.tensor(declared, dtype=torch.float32, device=packed.device)
         return values.expand(shape).contiguous()
-    grouped = packed.view(packed.shape[0], workload.heads_kv, -1).abs()
-    if workload.fp8.granularity == "tensor":
+    grouped = _by_kv_head(workload, packed).abs()
+    if not grouped.numel():
+        largest = grouped.new_zeros(shape)
+    elif workload.fp8.granularity == "tensor":
         largest = grouped.amax().expand(shape)
     else:
         start = views.starts(workload.seqlens_q if name == "q" else workload.seqlens_k)
@@ -309,9 +311,15 @@ def _quantise(
     seqlens = workload.seqlens_q if name == "q" else workload.seqlens_k
     lengths = torch.tensor(seqlens, device=packed.device)
     each = descale.to(torch.float64).repeat_interleave(lengths, dim=0)
-    grouped = packed.view(packed.shape[0], workload.heads_kv, -1).to(torch.float64)
+    grouped = _by_kv_head(workload, packed).to(torch.float64)
     scaled = (grouped / each[:, :, None]).clamp_(-_E4M3_MAX, _E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn).view(packed.shape)
+
+
+def _by_kv_head(workload: Workload, packed: torch.Tensor) -> torch.Tensor:
+    """View (tokens, heads, width) as (tokens, heads_kv, the rest); tokens may be none."""
+    tokens, heads, width = packed.shape
+    return packed.view(tokens, workload.heads_kv, heads * width // workload.heads_kv)
 
 
 def _unpacked(workload: Workload, packed: torch.Tensor) -> torch.Tensor:

@@ -285,7 +285,7 @@ def test_a_fingerprint_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 def test_float8_inputs_without_tokens(granularity: str) -> None:
     workload = Workload.parse(
         {
-            **{"phase": "prefill", "batch": 2, "seqlen_q": [0, 3], "seqlen_k": [0, 0]},
+            **{"phase": "prefill", "batch": 2, "seqlen_q": [0, 0], "seqlen_k": [0, 0]},
             **{"heads_q": 2, "heads_kv": 1, "head_dim": 16, "layout": "thd"},
             **{"dtype": "float8_e4m3fn", "fp8": {"granularity": granularity}},
         }

@@ -59,6 +59,8 @@ class Execution:
     reason: str | None
     toolchain: Mapping[str, str]
     plan: Mapping[str, str]
+    cubins: tuple[str, ...] = ()
+    """SHA-256 of the code that was compiled at run time, for this subject so far."""
 
     @property
     def ok(self) -> bool:
@@ -75,7 +77,7 @@ class Execution:
             ],
             "libraries": libraries.kernel_libraries(),
             "toolchain": dict(self.toolchain),
-            "cubins": [],
+            "cubins": list(self.cubins),
             "plan": dict(self.plan),
             "expected": self.expected,
             "verdict": self.verdict,
@@ -132,6 +134,7 @@ def judge(
     *,
     toolchain: Mapping[str, str] | None = None,
     plan: Mapping[str, str] | None = None,
+    cubins: tuple[str, ...] = (),
 ) -> Execution:
     """Compare what ran with what the backend's name promises."""
     names = [*seen.operators, *seen.kernels]
@@ -157,6 +160,7 @@ def judge(
         reason=None if reason is None else reason[:2000],
         toolchain=toolchain or {},
         plan=plan or {},
+        cubins=cubins,
     )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnrepro_runner import clocks, dropout, inputs, kernels, mathflags, memory, oracle
+from attnrepro_runner import clocks, dropout, inputs, kernels, mathflags, memory, oracle, toolchain
 from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.status import STOPS_MEASURING, Status
 
@@ -72,7 +70,11 @@ def check(
     seen = kernels.profile(prepared.step, on_device=subject.device.type == "cuda")
     named, lse, plan = _second_entry(subject, workload, tensors, prepared.step())
     execution = kernels.judge(
-        seen, subject.patterns(workload), toolchain=mathflags.read_back(), plan=plan
+        seen,
+        subject.patterns(workload),
+        toolchain=mathflags.read_back() | toolchain.versions(),
+        plan=plan,
+        cubins=toolchain.code_digests(),
     )
     report.parts["execution"] = execution.to_json()
     if not execution.ok:
@@ -206,7 +208,7 @@ def cold(subject: Subject, cell: Cell, report: Report, *, import_ns: int) -> Non
         "first_call_ns": first,
         "second_call_ns": later[0],
         "steady_call_ns": sorted(later[1:])[STEADY_CALLS // 2],
-        "compile_cache": "empty" if compiled_files() else "none",
+        "compile_cache": "empty" if toolchain.compiled() else "none",
     }
 
 
@@ -321,14 +323,6 @@ def clocks_device(subject: Subject) -> clocks.DeviceApi | None:
     from attnrepro_runner.torchdevice import TorchDevice
 
     return TorchDevice()
-
-
-def compiled_files() -> bool:
-    """Say whether a compiler has written into this process's cache folders."""
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
-    more = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",)
-    folders = [Path(os.environ[name]) for name in (*names, *more) if name in os.environ]
-    return any(path.is_file() for folder in folders for path in folder.rglob("*"))
 
 
 def copy_into(target: object, source: object) -> None:

@@ -25,6 +25,9 @@ and launch medians of identical code drift by several per cent between days on o
 COMPARED: Final = (Section.INPUTS, Section.SEMANTICS, Section.OUTPUTS)
 """Sections that decide `outputs_identical`, in causal order; differences in `execution` explain."""
 
+COMPILED_AT_RUN_TIME: Final = frozenset({"flex", "flash_attn_4", "flashinfer"})
+"""Backends whose kernels lie in no library: a library's digest does not say which code ran."""
+
 
 class Result(StrEnum):
     """What one verdict says."""
@@ -130,8 +133,17 @@ def kernels_identical(original: Side, rerun: Side) -> Verdict:
         return Verdict(
             result=Result.NOT_COMPARABLE, required=False, reason="no kernel was recorded"
         )
+    if (place := _unrecorded(original.observations)) is not None:
+        return Verdict(
+            result=Result.NOT_COMPARABLE,
+            required=False,
+            reason=f"the libraries are equal byte for byte, but {place} compiles its kernels at "
+            "run time, and their digests were not recorded",
+        )
     return Verdict(
-        result=Result.YES, required=False, reason="the libraries that ran are equal byte for byte"
+        result=Result.YES,
+        required=False,
+        reason="the libraries and the compiled code that ran are equal byte for byte",
     )
 
 
@@ -238,6 +250,16 @@ def _times(
                 published.launch_medians(subject["timing"][clock]),
                 published.launch_medians(other["timing"][clock]),
             )
+
+
+def _unrecorded(observations: Mapping[str, Any]) -> str | None:
+    """A cell and subject whose kernels were compiled when it ran, without a trace of them."""
+    for cell in observations["cells"]:
+        for subject in cell["subjects"]:
+            compiles = subject["backend"] in COMPILED_AT_RUN_TIME
+            if compiles and not subject.get("execution", {"cubins": True})["cubins"]:
+                return f"{cell['id']} {subject['subject']}"
+    return None
 
 
 def _cubins(original: Mapping[str, Any], rerun: Mapping[str, Any]) -> Iterator[diff.Difference]:

@@ -7,15 +7,22 @@ an open window included), so that a wrong translation gives wrong numbers.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import math
+import sys
 import types
 from typing import TYPE_CHECKING
 
 import torch
 
+from attnrepro_runner.semantics import Workload
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
 SIGNATURES = {
     "flash-attn 2.8.3 flash_attn_func": (
@@ -99,6 +106,42 @@ SIGNATURES = {
     ),
 }
 """Parameters by release and function, read from the wheels named."""
+
+
+def workload(**changes: object) -> Workload:
+    document = {
+        "phase": "forward",
+        "batch": 2,
+        "seqlen_q": 5,
+        "seqlen_k": 7,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "head_dim": 16,
+        "dtype": "bfloat16",
+    }
+    return Workload.parse(document | changes)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Put the stand-ins where the adapters look; return the list in which calls are noted."""
+    noted: list[dict[str, object]] = []
+    fakes = {
+        "flash_attn": types.ModuleType("flash_attn"),
+        "flash_attn.flash_attn_interface": flash_attn_2(noted),
+        "fa3_fwd_interface": flash_attn_3(noted),
+        "flash_attn.cute": types.ModuleType("flash_attn.cute"),
+        "flash_attn.cute.interface": flash_attn_4(noted),
+        "flashinfer": flashinfer(noted),
+    }
+    config = types.ModuleType("fa3_fwd_config")
+    config.CONFIG = {"build_flags": {}}  # type: ignore[attr-defined]
+    fakes["fa3_fwd_config"] = config
+    for name, module in fakes.items():
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    real = importlib.import_module("torch.nn.attention.varlen")
+    monkeypatch.setattr(real, "varlen_attn", varlen_attn(noted))
+    return noted
 
 
 def signature(name: str) -> inspect.Signature:

@@ -9,10 +9,12 @@ import itertools
 import math
 import sys
 import types
+from typing import TYPE_CHECKING
 
 import gpu_fakes
 import pytest
 import torch
+from gpu_fakes import workload
 
 from attnrepro_runner.backends import (
     flash_attn_2,
@@ -26,23 +28,11 @@ from attnrepro_runner.backends import (
 from attnrepro_runner.backends import flashinfer as flashinfer_adapter
 from attnrepro_runner.backends.base import Tensors, Unsupported
 from attnrepro_runner.inputs import make_inputs
-from attnrepro_runner.semantics import Workload
+
+if TYPE_CHECKING:
+    from attnrepro_runner.semantics import Workload
 
 INPUTS = {"seed": 7, "distribution": "normal"}
-
-
-def workload(**changes: object) -> Workload:
-    document = {
-        "phase": "forward",
-        "batch": 2,
-        "seqlen_q": 5,
-        "seqlen_k": 7,
-        "heads_q": 4,
-        "heads_kv": 2,
-        "head_dim": 16,
-        "dtype": "bfloat16",
-    }
-    return Workload.parse(document | changes)
 
 
 def expected(w: Workload, tensors: Tensors) -> tuple[torch.Tensor, list[list[float]]]:
@@ -93,24 +83,7 @@ def expected(w: Workload, tensors: Tensors) -> tuple[torch.Tensor, list[list[flo
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """Put the stand-ins where the adapters look."""
-    noted: list[dict[str, object]] = []
-    fakes = {
-        "flash_attn": types.ModuleType("flash_attn"),
-        "flash_attn.flash_attn_interface": gpu_fakes.flash_attn_2(noted),
-        "fa3_fwd_interface": gpu_fakes.flash_attn_3(noted),
-        "flash_attn.cute": types.ModuleType("flash_attn.cute"),
-        "flash_attn.cute.interface": gpu_fakes.flash_attn_4(noted),
-        "flashinfer": gpu_fakes.flashinfer(noted),
-    }
-    config = types.ModuleType("fa3_fwd_config")
-    config.CONFIG = {"build_flags": {}}  # type: ignore[attr-defined]
-    fakes["fa3_fwd_config"] = config
-    for name, module in fakes.items():
-        module.__spec__ = importlib.util.spec_from_loader(name, None)
-        monkeypatch.setitem(sys.modules, name, module)
-    real = importlib.import_module("torch.nn.attention.varlen")
-    monkeypatch.setattr(real, "varlen_attn", gpu_fakes.varlen_attn(noted))
-    return noted
+    return gpu_fakes.install(monkeypatch)
 
 
 def check_step(name: str, w: Workload, options: dict[str, object] | None = None) -> None:
@@ -342,10 +315,11 @@ def test_a_minus_one_for_flash_attn_4_would_be_another_mask() -> None:
     ("name", "options", "call"),
     [
         ("flash_attn_2", {"deterministic": True}, {"deterministic": True}),
+        ("flash_attn_3", {"num_splits": 3}, {"num_splits": 3, "pack_gqa": None}),
         (
             "flash_attn_3",
-            {"num_splits": 3, "pack_gqa": False},
-            {"num_splits": 3, "pack_gqa": False},
+            {"num_splits": 1, "pack_gqa": False},
+            {"num_splits": 1, "pack_gqa": False},
         ),
         ("flash_attn_4", {"pack_gqa": True, "num_splits": 1}, {"pack_gqa": True, "num_splits": 1}),
         ("torch.varlen", {"num_splits": 1}, {"num_splits": 1}),

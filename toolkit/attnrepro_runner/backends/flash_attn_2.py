@@ -54,6 +54,8 @@ _ENVIRONMENT = (
     "BWD_MODE",
 )
 _MAX_SPLITS = 128
+_OFFSET_MULTIPLE = 4
+"""Philox gives four numbers at a time, and torch's generators take whole groups of them alone."""
 
 
 class FlashAttention2:
@@ -92,6 +94,11 @@ class FlashAttention2:
             refuse("empty sequences need layout thd")
         if workload.dropout is not None and workload.softcap is not None:
             refuse("softcap and dropout exclude each other")
+        if workload.dropout is not None and workload.dropout.offset % _OFFSET_MULTIPLE:
+            refuse(
+                f"the offset of dropout must be a multiple of {_OFFSET_MULTIPLE}: the generator of "
+                "a GPU takes no other"
+            )
         splits = integer(options, "num_splits")
         if splits is not None and splits > _MAX_SPLITS:
             refuse(f"num_splits is at most {_MAX_SPLITS}")
@@ -271,7 +278,11 @@ class FlashAttention2RocmCk(FlashAttention2):
 
 
 class FlashAttention2RocmTriton(FlashAttention2):
-    """Triton kernels: release 2.8.3 takes softcap and window_size and uses neither."""
+    """Triton kernels: release 2.8.3 takes arguments that it does not use.
+
+    They are softcap, window_size and deterministic, and dropout's generator: its masks come from
+    one seed and one offset written in the source.
+    """
 
     name = "flash_attn_2.rocm_triton"
     option_names = frozenset({"deterministic"})
@@ -279,10 +290,17 @@ class FlashAttention2RocmTriton(FlashAttention2):
 
     def check(self, workload: Workload, options: Mapping[str, object]) -> None:
         """Refuse what the release would not do, or would drop in silence."""
+        if "deterministic" in options:
+            refuse("the Triton kernels ignore deterministic without a word")
         super().check(workload, options)
         band = bottom_right_band(workload)
         if workload.softcap is not None:
             refuse("the Triton kernels ignore softcap without a word")
+        if workload.dropout is not None:
+            refuse(
+                "the Triton kernels draw dropout from a seed and an offset of their own and ignore "
+                "the generator without a word"
+            )
         if band.left is not None or band.right not in (None, 0):
             refuse("the Triton kernels ignore window_size without a word")
         if workload.cache is not None and workload.cache.page_size is not None:
@@ -291,7 +309,7 @@ class FlashAttention2RocmTriton(FlashAttention2):
     def consumed(self, workload: Workload, options: Mapping[str, object]) -> frozenset[str]:
         """Return the honoured fields; a window that is more than causal is none."""
         band = bottom_right_band(workload)
-        dropped = {"softcap", "cache.page_size"}
+        dropped = {"softcap", "dropout", "cache.page_size"}
         if band.left is not None or band.right not in (None, 0):
             dropped.add("mask.window")
         return super().consumed(workload, options) - dropped
@@ -307,7 +325,8 @@ class FlashAttention2RocmTriton(FlashAttention2):
         )
 
     def _honoured(self, workload: Workload) -> frozenset[str]:
-        return frozenset() if workload.cache is not None else frozenset({"deterministic"})
+        del workload
+        return frozenset()
 
     def _is_triton(self) -> bool:
         return True

@@ -115,8 +115,8 @@ class FlashAttention3:
             refuse(f"num_splits is at most {_MAX_SPLITS}")
         if flag(options, "deterministic") and workload.head_dim > 192:
             refuse("the deterministic backward takes head_dim up to 192")
-        if options.get("pack_gqa") is False and workload.cache is not None:
-            refuse("pack_gqa is forced on for paged and split calls, so false is not honoured")
+        if options.get("pack_gqa") is False:
+            _check_unpacked(workload, splits)
         builds = _installed()
         if len(builds) == 1:
             _check_build(workload, options, disabled(builds[0].config))
@@ -253,6 +253,18 @@ def _check_widths(workload: Workload) -> None:
             refuse(f"head_dim {width} with head_dim_v {width_v} has no kernel")
         if workload.has_backward:
             refuse("the backward takes equal widths")
+
+
+def _check_unpacked(workload: Workload, splits: int | None) -> None:
+    """Refuse `pack_gqa: false` where the library packs all the same."""
+    if workload.cache is not None or splits not in (None, 1):
+        refuse(
+            "pack_gqa is forced on for paged and split calls, so false is not honoured with a "
+            "cache or with num_splits other than 1"
+        )
+    major, _ = capability() or (9, 0)
+    if major == 8:
+        refuse("pack_gqa is forced on for compute capability 8.x, so false is not honoured")
 
 
 def _check_build(

@@ -99,6 +99,8 @@ class FlashAttention4:
         splits = integer(options, "num_splits")
         if splits is not None and splits != 1 and major not in (10, 11):
             refuse("num_splits other than 1 needs compute capability 10.x or 11.x")
+        if options.get("pack_gqa") is True and major in (10, 11) and workload.head_dim == 256:
+            refuse("pack_gqa is forced off for head_dim 256 on compute capability 10.x, 11.x")
         if cache is not None and cache.page_size is not None and major in (8, 12):
             refuse("a paged cache needs compute capability 9.x to 11.x")
         if workload.has_backward and major == 8:

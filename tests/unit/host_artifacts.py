@@ -31,7 +31,7 @@ MANIFEST: dict[str, Any] = {
         {"id": "slow", "backend": "eager", "role": "baseline"},
     ],
     "bits": {"profile": "portable", "scope": "same_isa"},
-    "timing": {"launches": 5, "tails": [0.9]},
+    "timing": {"launches": 5, "samples": [10, 10], "tails": [0.9]},
 }
 
 

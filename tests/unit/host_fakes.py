@@ -44,6 +44,7 @@ def manifest(**changes: Any) -> dict[str, Any]:
         ],
         "timing": {
             "launches": 5,
+            "samples": [10, 10],
             "tails": [0.9],
             "confidence": 0.95,
             "median_ci": 0.005,
@@ -226,12 +227,12 @@ def tasks(launches: int = 5) -> list[dict[str, Any]]:
     ]
 
 
-def sample_bytes(member: str) -> bytes:
-    """Twelve samples: two slow ones first, then ten; `slow` takes twice as long as `fast`."""
+def sample_bytes(member: str, usable: int = 10) -> bytes:
+    """Two slow samples first, then the usable; `slow` takes twice as long as `fast`."""
     launch = int(member.split("/")[1].split("-")[1])
     base = (2000 if "slow" in member else 1000) + launch
-    values = [9_000_000, 9_000_000, *(base + step for step in range(10))]
-    return struct.pack("<12q", *values)
+    values = [9_000_000, 9_000_000, *(base + step for step in range(usable))]
+    return struct.pack(f"<{len(values)}q", *values)
 
 
 def cold_entry(subject: str) -> dict[str, Any]:
@@ -284,6 +285,7 @@ def result_of(planned: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
             entry = make(subject) | {"cell": cell["id"]}
             for series in entry.get("samples", []):
                 series["member"] = series["member"].replace("c000", cell["id"])
+                series["n"] = 2 + asked["timing"].get("samples", [10])[0]
             entries.append(entry)
     result = task(planned["id"], planned["stage"], planned["launch"], entries)
     return result | {"run": asked["run"]}
@@ -352,7 +354,7 @@ class FakeEngine:
                 for series in entry.get("samples", []):
                     member = out / series["member"]
                     member.parent.mkdir(parents=True, exist_ok=True)
-                    member.write_bytes(sample_bytes(series["member"]))
+                    member.write_bytes(sample_bytes(series["member"], series["n"] - 2))
             path.write_text(json.dumps(result))
             self.written.append(planned["id"])
             if stop is not None:

@@ -45,7 +45,12 @@ def written(**changes: Any) -> dict[str, Any]:
             "dtype": "float32",
         },
         "request": {"model": "small_prefill"},
-        "timing": {"launches": 5, "clocks": ["host", "request"], "tails": []},
+        "timing": {
+            "launches": 5,
+            "samples": [10, 10],
+            "clocks": ["host", "request"],
+            "tails": [],
+        },
         "subjects": [
             {"id": "fast", "backend": "sdpa.flash", "role": "candidate"},
             {"id": "slow", "backend": "eager", "role": "baseline"},

@@ -125,8 +125,11 @@ def merge(
             merged["timing"] = (
                 {} if merged["status"] in UNTIMED else _timing(found, read_sample, timing, samples)
             )
-            if merged["status"] == "PASS" and _times_missing(merged, _planned(jobs, name)):
-                merged |= {"status": "INCONCLUSIVE", "reason": _none_usable(merged), "place": None}
+            short = None
+            if merged["status"] == "PASS" and "launch" in _planned(jobs, name).values():
+                short = _short_of_samples(merged["timing"], timing["samples"][0])
+            if short is not None:
+                merged |= {"status": "INCONCLUSIVE", "reason": short, "place": None}
             subjects.append(merged)
         for subject in subjects:
             subject["comparisons"] = comparisons(subject, subjects, timing["confidence"])
@@ -277,21 +280,27 @@ def _timing(
     }
 
 
-def _times_missing(merged: Mapping[str, Any], planned: Mapping[str, str]) -> bool:
-    """Whether the plan times this subject and no clock has a usable sample."""
-    return "launch" in planned.values() and not any(
-        clock["median"]["value_ns"] is not None for clock in merged["timing"].values()
+def _short_of_samples(clocks: Mapping[str, Any], fewest: int) -> str | None:
+    """Say which launch has fewer usable samples than the manifest's fewest; None where none has."""
+    launches = [(name, one) for name, clock in clocks.items() for one in clock["launches"]]
+    if not any(one["used"] for _, one in launches):
+        taken = sum(one["n"] for _, one in launches)
+        counts = f": 0 of {taken} count" if taken else ""
+        return f"no usable sample{counts}{_why_discarded(launches)}"
+    short = [(name, one) for name, one in launches if one["used"] < fewest]
+    if not short:
+        return None
+    name, one = min(short, key=lambda pair: pair[1]["used"])
+    return (
+        f"{len(short)} of {len(launches)} series have fewer than {fewest} usable samples; "
+        f"clock {name} in launch {one['launch']} has {one['used']} of {one['n']}"
+        f"{_why_discarded(short)}"
     )
 
 
-def _none_usable(merged: Mapping[str, Any]) -> str:
-    """Say how many samples there are, where none of them counts."""
-    launches = [launch for clock in merged["timing"].values() for launch in clock["launches"]]
-    taken = sum(launch["n"] for launch in launches)
-    if not taken:
-        return "no usable sample"
-    reasons = {discard["reason"] for launch in launches for discard in launch["discards"]}
-    return f"no usable sample: 0 of {taken} count ({', '.join(sorted(reasons))})"
+def _why_discarded(launches: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    reasons = {discard["reason"] for _, one in launches for discard in one["discards"]}
+    return f" ({', '.join(sorted(reasons))})" if reasons else ""
 
 
 def comparisons(

@@ -452,8 +452,7 @@ def varlen_attn(calls: list[dict[str, object]]) -> object:
 class Wrapper:
     """One of flashinfer's wrappers: plan, then run."""
 
-    def __init__(self, kind: str, calls: list[dict[str, object]], **made: object) -> None:
-        self.made = made
+    def __init__(self, kind: str, calls: list[dict[str, object]]) -> None:
         name = f"flashinfer 0.7.4 {kind}.plan"
         self.plan = recorded(name, calls, self._plan)
 
@@ -494,14 +493,20 @@ class Wrapper:
 
 
 def flashinfer(calls: list[dict[str, object]]) -> types.ModuleType:
-    """`flashinfer` 0.7.4: the three wrappers."""
+    """`flashinfer` 0.7.4: the three wrappers; `made` holds how each was made."""
     module = types.ModuleType("flashinfer")
+    module.made = []  # type: ignore[attr-defined]
     for kind in (
         "BatchDecodeWithPagedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",
     ):
-        setattr(module, kind, lambda kind=kind, **made: Wrapper(kind, calls, **made))
+
+        def make(kind: str = kind, **made: object) -> Wrapper:
+            module.made.append(made)
+            return Wrapper(kind, calls)
+
+        setattr(module, kind, make)
     return module
 
 

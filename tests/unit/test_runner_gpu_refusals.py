@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from typing import TYPE_CHECKING
+
 import gpu_fakes
 import pytest
 from gpu_fakes import workload
 
-from attnrepro_runner.backends import flash_attn_3, flash_attn_4, registry
+from attnrepro_runner.backends import flash_attn_3, flash_attn_4, flashinfer, registry
 from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.inputs import make_inputs
+
+if TYPE_CHECKING:
+    from attnrepro_runner.semantics import Workload
 
 INPUTS = {"seed": 7, "distribution": "normal"}
 PAGED = {"kind": "paged", "page_size": 256}
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins where the adapters look."""
-    return gpu_fakes.install(monkeypatch)
+    gpu_fakes.install(monkeypatch)
 
 
 def test_triton_refuses_dropout_whose_seed_it_would_ignore() -> None:
@@ -92,3 +99,80 @@ def test_fa4_refuses_pack_gqa_where_it_is_forced_off(
             backend.check(w, {"pack_gqa": True})
     else:
         backend.check(w, {"pack_gqa": True})
+
+
+def decode(heads_kv: int, seqlen_q: int = 1) -> Workload:
+    return workload(
+        phase="decode",
+        seqlen_q=seqlen_q,
+        seqlen_k=300,
+        heads_q=8,
+        heads_kv=heads_kv,
+        head_dim=64,
+        mask={"causal": "bottom_right"},
+        cache=PAGED,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["fa2", "fa3"])
+@pytest.mark.parametrize(
+    ("heads_kv", "seqlen_q", "refused"), [(8, 1, True), (4, 1, True), (2, 1, False), (8, 2, False)]
+)
+def test_flashinfer_refuses_an_implementation_on_cuda_cores(
+    implementation: str, heads_kv: int, seqlen_q: int, refused: bool
+) -> None:
+    backend = registry.load("flashinfer")
+    w = decode(heads_kv, seqlen_q)
+    backend.check(w, {})
+    if refused:
+        with pytest.raises(Unsupported, match="CUDA cores"):
+            backend.check(w, {"implementation": implementation})
+    else:
+        backend.check(w, {"implementation": implementation})
+
+
+FLASHINFER_KERNELS = {
+    "fa2": "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flas",
+    "fa2 ragged": "void flashinfer::BatchPrefillWithRaggedKVCacheKernel<flashinfer::KernelTraits<",
+    "fa3": "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<Add",
+    "CUDA cores": "void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode",
+}
+"""One kernel's name of each family."""
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "seqlen_q", "options", "capability", "kernel"),
+    [
+        (2, 1, {}, (9, 0), "fa2"),
+        (2, 1, {"implementation": "fa3"}, (9, 0), "fa3"),
+        (2, 1, {"implementation": "fa2"}, (9, 0), "fa2"),
+        (8, 1, {}, (9, 0), "CUDA cores"),
+        (8, 2, {}, (9, 0), "fa3"),
+        (8, 2, {}, (8, 0), "fa2"),
+        (8, 2, {"implementation": "fa2"}, (9, 0), "fa2"),
+    ],
+)
+def test_flashinfer_names_the_kernels_of_one_family(
+    monkeypatch: pytest.MonkeyPatch,
+    heads_kv: int,
+    seqlen_q: int,
+    options: dict[str, object],
+    capability: tuple[int, int],
+    kernel: str,
+) -> None:
+    monkeypatch.setattr(flashinfer, "capability", lambda: capability)
+    w = decode(heads_kv, seqlen_q)
+    backend = registry.load("flashinfer")
+    pattern = backend.patterns(w, options)
+    fits = {
+        name
+        for name, text in FLASHINFER_KERNELS.items()
+        if all(re.search(p, text) for p in pattern.must)
+        and not any(re.search(p, text) for p in pattern.must_not)
+    }
+    assert {name.removesuffix(" ragged") for name in fits} == {kernel}
+    tensors = make_inputs(w, INPUTS, stream=0, device="cpu")
+    backend.prepare(w, options, tensors)
+    made = sys.modules["flashinfer"].made[-1]
+    assert made["backend"] == ("fa2" if kernel == "CUDA cores" else kernel)
+    assert made.get("use_tensor_cores", True) is (kernel != "CUDA cores")

@@ -48,6 +48,7 @@ def of_call(workload: Workload, options: Mapping[str, object]) -> dict[str, Fact
         "masked_rows": mask.masked_rows if workload.has_empty_rows else None,
         "gqa": workload.heads_q != workload.heads_kv,
         "heads_q": workload.heads_q,
+        "group": workload.heads_q // workload.heads_kv,
         "batch": workload.batch,
         "scale": workload.scale is not None,
         "softcap": workload.softcap is not None,

@@ -40,9 +40,16 @@ if TYPE_CHECKING:
 _DISTRIBUTION = "flashinfer-python"
 _WORKSPACE_BYTES = 128 << 20
 _WIDTHS = (64, 128, 256)
-_ENVIRONMENT = ("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_JIT_DIR", "FLASHINFER_USE_CUDA_NORM")
+_ENVIRONMENT = ("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_USE_CUDA_NORM")
 _TENSOR_CORES_FROM = 4
 """Query heads a key head from which decode uses tensor cores, as the library advises."""
+_CUDA_CORES = "CUDA cores"
+_PATTERNS = {
+    "fa2": r"BatchPrefillWith(Ragged|Paged)KVCacheKernel",
+    "fa3": r"(?<![A-Za-z])PrefillWithKVCacheKernel",
+    _CUDA_CORES: r"BatchDecodeWithPagedKVCacheKernel",
+}
+"""Kernels by the family that `_chosen` names; the Hopper family's are named without a batch."""
 
 
 class Flashinfer:
@@ -105,6 +112,11 @@ class Flashinfer:
             refuse("implementation must be fa2 or fa3")
         if kind == "fa3" and (capability() or (9, 0))[0] != 9:
             refuse("implementation fa3 needs compute capability 9.0")
+        if kind is not None and _chosen(workload, options) == _CUDA_CORES:
+            refuse(
+                f"decode with fewer than {_TENSOR_CORES_FROM} query heads a key head runs on CUDA "
+                "cores, whatever implementation says"
+            )
 
     def consumed(self, workload: Workload, options: Mapping[str, object]) -> frozenset[str]:
         """Return the honoured fields."""
@@ -119,14 +131,13 @@ class Flashinfer:
         return MemoryOrder.LINEAR
 
     def patterns(self, workload: Workload, options: Mapping[str, object]) -> KernelPattern:
-        """Kernels of the chosen wrapper."""
-        del options
-        must = r"flashinfer::.*(Prefill|Decode)|(Prefill|BatchDecode)With\w*KVCache\w*Kernel"
-        del workload
+        """Kernels of the one family that the call takes, and of no other."""
+        family = _chosen(workload, options)
+        others = [pattern for name, pattern in _PATTERNS.items() if name != family]
         return KernelPattern(
-            family="flashinfer",
-            must=(must,),
-            must_not=(r"pytorch_flash::", r"cudnn_generated", r"fmha_cutlass"),
+            family=f"flashinfer, {family}",
+            must=(_PATTERNS[family],),
+            must_not=(*others, r"pytorch_flash::", r"cudnn_generated", r"fmha_cutlass"),
         )
 
     def prepare(
@@ -149,7 +160,7 @@ class Flashinfer:
         }
         device = tensors.q.device
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        family = str(options.get("implementation") or _family())
+        family = _chosen(workload, options)
         if workload.cache is None:
             wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(
                 float_workspace_buffer=workspace, kv_layout="NHD", backend=family
@@ -165,12 +176,13 @@ class Flashinfer:
         size = workload.cache.page_size
         assert size is not None
         pages = _pages(workload, tensors, size)
-        if max(workload.seqlens_q) == 1:
+        if _is_decode(workload):
+            on_cuda_cores = family == _CUDA_CORES
             wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
                 float_workspace_buffer=workspace,
                 kv_layout="NHD",
-                use_tensor_cores=workload.heads_q // workload.heads_kv >= _TENSOR_CORES_FROM,
-                backend="fa2" if "implementation" not in options else family,
+                use_tensor_cores=not on_cuda_cores,
+                backend="fa2" if on_cuda_cores else family,
             )
             wrapper.plan(
                 indptr=pages["indptr"],
@@ -197,8 +209,18 @@ class Flashinfer:
         return FlashPrepared(workload, tensors, _paged(wrapper.run, workload))
 
 
-def _family() -> str:
-    return "fa3" if (capability() or (0, 0))[0] == 9 else "fa2"
+def _is_decode(workload: Workload) -> bool:
+    """Say whether the call goes to the decode wrapper: one query a sequence, paged keys."""
+    return workload.cache is not None and max(workload.seqlens_q) == 1
+
+
+def _chosen(workload: Workload, options: Mapping[str, object]) -> str:
+    """Name the family of kernels that the call takes: fa2, fa3 or CUDA cores."""
+    decode = _is_decode(workload)
+    if decode and workload.heads_q // workload.heads_kv < _TENSOR_CORES_FROM:
+        return _CUDA_CORES
+    hopper = (capability() or (0, 0))[0] == 9
+    return str(options.get("implementation") or ("fa3" if hopper and not decode else "fa2"))
 
 
 def _ragged(run: Callable[..., object], workload: Workload) -> Attend:

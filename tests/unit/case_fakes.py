@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attnrepro_runner.backends.base import Backend
+    from attnrepro_runner.clocks import DeviceApi
     from attnrepro_runner.conditions import Conditions
 
 CPU = torch.device("cpu")
@@ -61,14 +62,17 @@ def checked(backend: Backend, **workload: Any) -> Report:
 
 
 def open_cell(
-    backend: Backend, wanted: Sequence[str] = ("host",), **inputs: object
+    backend: Backend,
+    wanted: Sequence[str] = ("host",),
+    device: DeviceApi | None = None,
+    **inputs: object,
 ) -> tuple[measured.MeasuredCell, Report, dict[str, int]]:
     """Open a cell of a launch in this process."""
     report = Report(lambda place: None)
     one = Cell(id="c000", label="", workload=workload_of(**TINY), inputs=inputs)
     shared = {"accuracy": {}, "timing": {"clocks": wanted, "warmup_seconds": [0.0, 0.01]}}
     found = measured.MeasuredCell(
-        subject_of(backend), one, shared, launch=0, device=None, empty=flush.Warm()
+        subject_of(backend), one, shared, launch=0, device=device, empty=flush.Warm()
     )
     return found, report, found.open(report)
 

@@ -358,6 +358,7 @@ def opened(**found: Any) -> measured.MeasuredCell:
 
 def test_a_clock_that_fails_in_a_block_loses_no_others_samples() -> None:
     block = opened(op=Fails(0), host=Fails(9)).block(["op", "host"], 3)
+    assert block.partial == {"op": []}
     assert block.samples == {"host": [7, 7, 7]}
     assert block.lost == {"op": "the trace shows a call without a kernel"}
 
@@ -377,14 +378,23 @@ def test_a_lost_clock_keeps_what_it_gave_and_ends_inconclusive() -> None:
         given = {clock: [100] * n for clock in request["clocks"]}
         lost = {"op": "gone"} if calls == 2 else {}
         kept = {clock: v for clock, v in given.items() if clock not in lost}
-        return {"samples": kept, "lost": lost, "repeated": {"host": 2}, "spent_ns": 1}
+        answer = {"samples": kept, "lost": lost, "repeated": {"host": 2}, "spent_ns": 1}
+        return {**answer, "partial": {clock: [90, 91] for clock in lost}}
 
     run = interleave.CellLaunch({"id": "c000"}, ["a"], rule=RULE, block=4, seed="s", ask=ask)
     run.run()
     one = run.measured["a"]
     assert one.entry["status"] == "INCONCLUSIVE"
     assert one.entry["reason"] == "clock op: gone"
-    assert (len(one.series["op"].usable), one.series["op"].stop) == (4, "failed")
+    op = one.series["op"]
+    assert (len(op.usable), op.stop) == (4, "failed")
+    # The two samples of the block that failed stay, and do not count.
+    assert op.samples == [100] * 4 + [90, 91]
+    assert op.discards == [{"first": 4, "count": 2, "reason": "in a block that failed: gone"}]
+    record = next(
+        r for r in finish.records(one, lambda clock, samples: "x.i64") if r["clock"] == "op"
+    )
+    assert (record["n"], record["discards"]) == (6, op.discards)
     assert len(one.series["host"].usable) >= RULE.fewest
     assert one.series["host"].repeated == 2 * calls
     assert one.span is not None

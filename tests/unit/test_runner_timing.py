@@ -231,6 +231,14 @@ def test_a_call_that_waits_for_the_device_has_no_op_clock(device: FakeDevice) ->
         clocks.OpClock(device).take(1, flushing(device, work))
 
 
+def test_what_was_timed_before_a_clock_fails_is_handed_over(device: FakeDevice) -> None:
+    calls = [call(device, python_ns=100, kernels=[10_000], wait=n == 2) for n in range(3)]
+    turns = iter(calls[:2] + calls[2:] * clocks.OpClock.ATTEMPTS)
+    with pytest.raises(clocks.ClockUnavailable, match="waits for the device") as caught:
+        clocks.OpClock(device).take(5, lambda: next(turns))
+    assert caught.value.taken == [10_000, 10_000]
+
+
 def test_the_kernel_clock_spans_the_calls_kernels_alone(device: FakeDevice) -> None:
     clock = clocks.KernelClock(device)
     work = call(device, python_ns=100_000, kernels=[10_000, 20_000])

@@ -24,6 +24,12 @@ now = time.perf_counter_ns
 class ClockUnavailable(Exception):
     """This clock cannot time this call here; the message is the reason."""
 
+    def __init__(self, message: str, taken: Sequence[int] = ()) -> None:
+        """Say why, and hand over what was timed before; no sample is lost in silence."""
+        super().__init__(message)
+        self.taken = list(taken)
+        """Samples of the same block, in ns, in time order."""
+
 
 class Event(Protocol):
     """A mark in the device's queue."""
@@ -87,7 +93,7 @@ class Clock(Protocol):
                 the next inputs, and returns the call to be timed.
 
         Raises:
-            ClockUnavailable: these calls cannot be timed so.
+            ClockUnavailable: these calls cannot be timed so; it has the samples that were taken.
 
         """
         ...
@@ -141,7 +147,13 @@ class OpClock:
 
     def take(self, count: int, following: Callable[[], Callable[[], object]]) -> list[int]:
         """Time each call between two events."""
-        return [self._one(following) for _ in range(count)]
+        samples: list[int] = []
+        for _ in range(count):
+            try:
+                samples.append(self._one(following))
+            except ClockUnavailable as error:
+                raise ClockUnavailable(str(error), samples) from error
+        return samples
 
     def _one(self, following: Callable[[], Callable[[], object]]) -> int:
         device = self._device
@@ -192,15 +204,13 @@ class KernelClock:
                     device.synchronize()
                 del kept
         spans = trace.spans_ns()
+        samples = [span[1] - span[0] for span in spans if span is not None]
         if len(spans) != count:
             message = f"the trace shows {len(spans)} of {count} calls"
-            raise ClockUnavailable(message)
-        samples = []
-        for span in spans:
-            if span is None:
-                message = "the trace shows a call without a kernel"
-                raise ClockUnavailable(message)
-            samples.append(span[1] - span[0])
+            raise ClockUnavailable(message, samples)
+        if len(samples) != count:
+            message = "the trace shows a call without a kernel"
+            raise ClockUnavailable(message, samples)
         return samples
 
 

@@ -129,11 +129,13 @@ class CellLaunch:
         measured.spent_ns += cast("int", answer["spent_ns"])
         samples = cast("Mapping[str, list[int]]", answer["samples"])
         lost = cast("Mapping[str, str]", answer.get("lost", {}))
+        partial = cast("Mapping[str, list[int]]", answer.get("partial", {}))
         repeated = cast("Mapping[str, int]", answer.get("repeated", {}))
         for clock in wanted:
             series = measured.series[clock]
             series.repeated += repeated.get(clock, 0)
             if clock in lost:
+                series.reject(partial.get(clock, []), f"in a block that failed: {lost[clock]}")
                 series.stop = "failed"
                 measured.demand(Status.INCONCLUSIVE, f"clock {clock}: {lost[clock]}")
                 continue

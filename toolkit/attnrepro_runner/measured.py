@@ -34,6 +34,8 @@ class Block:
     samples: Mapping[str, list[int]]
     lost: Mapping[str, str]
     """Clock that failed in this block to the reason."""
+    partial: Mapping[str, list[int]]
+    """Clock that failed in this block to the samples before it did."""
     repeated: Mapping[str, int]
     """Clock to calls that were made again, since their launch could not be hidden."""
 
@@ -106,29 +108,24 @@ class MeasuredCell:
         self._make_clocks(report, [name for name in wanted if name != "request"], sampler)
         if "request" in wanted and self._cell.request is not None:
             self._make_request(report, self._cell.request)
-        if not self._clocks:
-            return {}
-        primary = next(iter(self._clocks))
         report.at("warm-up")
-        least, most = timing_plan.get("warmup_seconds", [0.1, 5])
-        warmed = timing.warm_up(
-            lambda n: self._take(primary, n), least_s=float(least), most_s=float(most)
-        )
-        report.parts["warmup"] = warmed.to_json()
-        for name in list(self._clocks)[1:]:
-            self._try(report, name, timing.WINDOW_CALLS)
+        for name in list(self._clocks):
+            self._try(report, name)
+        self._repeats(list(self._clocks))  # what warming up repeated is no sample's
         return dict.fromkeys(self._clocks, 1)
 
     def block(self, names: Sequence[str], count: int) -> Block:
         """Take a block of samples of each clock, in ns; a clock that fails loses no other's."""
         samples: dict[str, list[int]] = {}
         lost: dict[str, str] = {}
+        partial: dict[str, list[int]] = {}
         for name in names:
             try:
                 samples[name] = self._take(name, count)
             except clocks.ClockUnavailable as error:
-                lost[name] = str(error)
-        return Block(samples=samples, lost=lost, repeated=self._repeats(names))
+                lost[name], partial[name] = str(error), error.taken
+        repeated = self._repeats(names)
+        return Block(samples=samples, lost=lost, partial=partial, repeated=repeated)
 
     def close(self, report: Report) -> None:
         """Check the timed binding again, on data that it has not seen."""
@@ -158,7 +155,7 @@ class MeasuredCell:
         )
         called = stages.first_again(subject, workload, self._tensors[0], self._prepared[0])
         outputs = subject.poisoned_step(workload, called)
-        return report.judge(part, judge.check(outputs, empty_row_lse=subject.backend.empty_row_lse))
+        return report.judge(part, judge.check(outputs, empty_row_lse=subject.empty_row_lse))
 
     def _check_execution(self, report: Report) -> None:
         """See again, in the process that is timed, which code runs."""
@@ -220,9 +217,20 @@ class MeasuredCell:
         target = timing.Target(prepared=found.steps, reads=found.reads)
         self._samplers["request"] = timing.Sampler([target], self._flush)
 
-    def _try(self, report: Report, name: str, count: int) -> None:
+    def _warm(self, report: Report, name: str) -> None:
+        """Warm up by the first clock that can time the call; then only touch the others."""
+        if "warmup" in report.parts:
+            self._take(name, timing.WINDOW_CALLS)
+            return
+        least, most = self._shared["timing"].get("warmup_seconds", [0.1, 5])
+        warmed = timing.warm_up(
+            lambda n: self._take(name, n), least_s=float(least), most_s=float(most)
+        )
+        report.parts["warmup"] = warmed.to_json()
+
+    def _try(self, report: Report, name: str) -> None:
         try:
-            self._take(name, count)
+            self._warm(report, name)
         except clocks.ClockUnavailable as error:
             del self._clocks[name]
             report.demand(Status.INCONCLUSIVE, f"clock {name}: {error}")

@@ -90,6 +90,13 @@ class Series:
         self.samples.extend(block)
         self.usable.extend(block[discarded:])
 
+    def reject(self, block: Sequence[int], reason: str) -> None:
+        """Add a block of which no sample counts."""
+        if block:
+            first, count = len(self.samples), len(block)
+            self.discards.append({"first": first, "count": count, "reason": reason})
+            self.samples.extend(block)
+
     def void(self, reason: str) -> None:
         """Let no sample count, and say why of those that did."""
         taken = {n for d in self.discards for n in range(d["first"], d["first"] + d["count"])}

@@ -165,6 +165,7 @@ class Service:
         return {
             "samples": block.samples,
             "lost": block.lost,
+            "partial": block.partial,
             "repeated": block.repeated,
             "spent_ns": clocks.now() - begin,
         }

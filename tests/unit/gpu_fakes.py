@@ -404,8 +404,8 @@ def flash_attn_4(calls: list[dict[str, object]]) -> types.ModuleType:
     return module
 
 
-def varlen_attn(calls: list[dict[str, object]]) -> object:
-    """`torch.nn.attention.varlen.varlen_attn` of torch 2.13."""
+def varlen_attn(calls: list[dict[str, object]], empty_lse: float = math.inf) -> object:
+    """`torch.nn.attention.varlen.varlen_attn` of torch 2.13; other kernels, another empty LSE."""
 
     def body(**a: object) -> object:
         window = a["window_size"]
@@ -416,7 +416,7 @@ def varlen_attn(calls: list[dict[str, object]]) -> object:
             "high": high,
             "softcap": 0.0,
             "slopes": None,
-            "empty_lse": math.inf,
+            "empty_lse": empty_lse,
         }
         query, key, value = a["query"], a["key"], a["value"]
         if a["block_table"] is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnrepro_runner import levels, setprobes
+from attnrepro_runner.backends.base import empty_row_lse
 from attnrepro_runner.bench import ProbeBench
 from attnrepro_runner.dropout import DropoutProbe, probe_dropout
 from attnrepro_runner.probeshape import describe, small_workload
@@ -102,7 +103,7 @@ def run_probes(
     bench = ProbeBench(backend, options, small, device)
     values, outputs = setprobes.probe_values(bench, repeats)
     sets = {"v": values}
-    count = setprobes.probe_count(bench, outputs, backend.empty_row_lse)
+    count = setprobes.probe_count(bench, outputs, empty_row_lse(backend, options))
     if count is not None:
         sets["lse_count"] = count
     plain = bench

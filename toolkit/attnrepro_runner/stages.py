@@ -93,7 +93,7 @@ def check(
     outputs = subject.poisoned_step(workload, first_again(subject, workload, tensors, prepared))
     if named:
         outputs = dataclasses.replace(outputs, lse=lse)
-    report.judge("oracle_before", judge.check(outputs, empty_row_lse=subject.backend.empty_row_lse))
+    report.judge("oracle_before", judge.check(outputs, empty_row_lse=subject.empty_row_lse))
     if report.status in STOPS_MEASURING:
         return
     report.at("bits")

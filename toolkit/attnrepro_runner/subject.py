@@ -9,7 +9,7 @@ import torch
 
 from attnrepro_runner import guards, mathflags, views
 from attnrepro_runner.backends import registry
-from attnrepro_runner.backends.base import Unsupported
+from attnrepro_runner.backends.base import Unsupported, empty_row_lse
 from attnrepro_runner.semantics import Workload, WorkloadError
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ class Subject:
         self.probed: dict[str, ProbeReport] = {}
         """What the probes said of each shape class: a grid's lengths share a few."""
         self.backend: Backend = registry.load(document["backend"], document.get("adapter"))
+
+    @property
+    def empty_row_lse(self) -> float:
+        """LSE that the backend gives to a row that attends nothing, under the subject's options."""
+        return empty_row_lse(self.backend, self.options)
 
     def accept(self, workload: Workload) -> None:
         """Set the math flags and find out whether the call can be made with full semantics.

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -121,7 +121,11 @@ class KernelPattern:
 
 
 class Backend(Protocol):
-    """One attention backend of one library release."""
+    """One attention backend of one library release.
+
+    An adapter may have `empty_row_lse_of(options) -> float`, where an option changes what
+    `empty_row_lse` says (see `empty_row_lse`).
+    """
 
     name: str
     """As the manifest spells it, e.g. "sdpa.flash"."""
@@ -163,3 +167,16 @@ class Backend(Protocol):
         here, so that `step` holds the work alone.
         """
         ...
+
+
+def empty_row_lse(backend: Backend, options: Mapping[str, object]) -> float:
+    """Return the LSE that a backend gives to a row that attends nothing: inf, -inf or 0.0.
+
+    Args:
+        backend: whose convention is asked for.
+        options: of the subject; they may choose among kernels of several conventions.
+
+    """
+    asked: Callable[[Mapping[str, object]], float] | None
+    asked = getattr(backend, "empty_row_lse_of", None)
+    return backend.empty_row_lse if asked is None else asked(options)

@@ -51,6 +51,7 @@ _PATTERNS = {
     "fa3": r"FlashAttn(Fwd|Bwd)Sm(80|90)",
     "fa4": r"FlashAttention(Forward|Backward)Sm|flash_fwd_sm|flash_bwd_sm",
 }
+_EMPTY_ROW_LSE = {"fa2": math.inf, "fa3": -math.inf, "fa4": -math.inf}
 _T = TypeVar("_T")
 _CUDNN_SINCE = (2, 14)
 _FOUR_VALUES_SINCE = (4, 0, 0, 19)
@@ -61,8 +62,12 @@ class TorchVarlen:
     """torch's variable-length attention."""
 
     name = "torch.varlen"
-    empty_row_lse = math.inf
+    empty_row_lse = _EMPTY_ROW_LSE["fa2"]
     option_names = frozenset({"deterministic", "num_splits", "implementation"})
+
+    def empty_row_lse_of(self, options: Mapping[str, object]) -> float:
+        """Return the LSE of a row that attends nothing: torch hands on what the kernels give."""
+        return _EMPTY_ROW_LSE[str(options.get("implementation", "fa2"))]
 
     def availability(self) -> Availability:
         """Say which torch this is, and which parameters its function has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import os
 import subprocess
@@ -216,11 +217,65 @@ def built(one: subject.Cell) -> requested.Requested:
 def test_a_request_is_described_and_its_weights_are_flushed() -> None:
     found = built(cell("small_prefill"))
     root = schema.schema_of("result")
-    assert set(found.description) == set(root["$defs"]["request"]["required"])
+    assert set(found.description) == {*root["$defs"]["request"]["required"], "agreement"}
+    assert (
+        schema.validate_value(
+            root["$defs"]["request"], found.description, kind="result", pointer=""
+        )
+        == []
+    )
     assert found.description["device_ns"] is None
     assert found.description["layers"] == 1
     pointers = {tensor.data_ptr() for tensor in found.reads}
     assert {w.data_ptr() for w in found.steps.weights.values()} <= pointers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["small_prefill", "small_training_step"])
+def test_a_request_that_computes_something_else_is_not_timed(model: str, dtype: str) -> None:
+    phase = "forward_backward" if "training" in model else "prefill"
+    one = cell(
+        model, phase=phase, dtype=dtype, seqlen_q=64, seqlen_k=64, mask={"causal": "bottom_right"}
+    )
+    found = subject.Subject(
+        {"id": "a", "backend": "sdpa.math", "options": {}}, torch.device("cpu"), threads=1
+    )
+    # The last token of one layer attends every key, mask or not: the second layer tells.
+    wanted = {"model": model, "layers": 2}
+    honest = requested.build(found, one, wanted, None, flush.Warm()).description["agreement"]
+    assert isinstance(honest, dict)
+    assert float.fromhex(honest["error"]) <= float.fromhex(honest["limit"])
+
+    class Maskless(type(found.backend)):  # type: ignore[misc]
+        def prepare(self, workload: Any, options: Any, tensors: Any) -> Any:
+            mask = dataclasses.replace(workload.mask, causal="none")
+            return super().prepare(dataclasses.replace(workload, mask=mask), options, tensors)
+
+    found.backend = Maskless()
+    with pytest.raises(requested.WrongOutput, match="textbook attention"):
+        requested.build(found, one, wanted, None, flush.Warm())
+
+
+def test_a_twin_that_does_not_fit_leaves_the_request_uncompared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = requested.registry.load
+
+    def load(name: str, *rest: Any) -> Any:
+        if name == "eager" and not rest:
+            raise MemoryError("out of memory")
+        return honest(name, *rest)
+
+    one = cell("small_prefill")
+    found = subject.Subject(
+        {"id": "a", "backend": "sdpa.math", "options": {}}, torch.device("cpu"), threads=1
+    )
+    monkeypatch.setattr(requested.registry, "load", load)
+    assert one.request is not None
+    said = requested.build(found, one, one.request, None, flush.Warm()).description["agreement"]
+    assert isinstance(said, dict)
+    assert said["error"] is None
+    assert "not compared" in said["reason"]
 
 
 def test_another_models_attention_is_no_request() -> None:

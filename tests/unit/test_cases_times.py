@@ -38,7 +38,6 @@ from attnrepro_runner import (
     finish,
     flush,
     kernels,
-    measured,
     plausible,
     timing,
 )
@@ -279,65 +278,6 @@ def test_flashinfer_2145_a_lost_kernel_clock_is_replaced_by_no_other(
     _, report, readable = open_cell(ReferenceBackend(), ["kernel", "host"])
     assert (report.status, readable) == (Status.INCONCLUSIVE, {"host": 1})
     assert str(report.reason).startswith("clock kernel: ")
-
-
-class Queued(ReferenceBackend):
-    """Launches work on a fake device, and may wait for it."""
-
-    def __init__(self, device: FakeDevice, *, wait: bool = False) -> None:
-        super().__init__()
-        self.queue = device
-        self.wait = wait
-
-    def prepare(self, workload: Workload, options: Any, tensors: Tensors) -> Prepared:
-        return OnDevice(super().prepare(workload, options, tensors), self)
-
-
-class OnDevice:
-    """A kernel of 10 us whose launch takes the host 0.3 ms."""
-
-    def __init__(self, prepared: Prepared, backend: Queued) -> None:
-        self.prepared = prepared
-        self.backend = backend
-
-    def step(self) -> Outputs:
-        device = self.backend.queue
-        device.host.ns += 300_000
-        device.launch(10_000)
-        if self.backend.wait:
-            device.synchronize()
-        return self.prepared.step()
-
-    backward_step = step
-
-    def append_step(self) -> None:
-        raise AssertionError
-
-
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    host = FakeTime()
-    monkeypatch.setattr(clocks, "now", host.now)
-    monkeypatch.setattr(measured.MeasuredCell, "_check_execution", lambda self, report: None)
-    return FakeDevice(host)
-
-
-def test_calls_that_warming_up_repeated_are_no_samples(queue: FakeDevice) -> None:
-    cell, report, readable = open_cell(Queued(queue), ["op"], queue)
-    assert (report.status, readable) == (Status.PASS, {"op": 1}), report.reason
-    clock = cell._clocks["op"]
-    assert isinstance(clock, clocks.OpClock)
-    assert clock.repeated > 0
-    block = cell.block(["op"], 4)
-    assert block.samples == {"op": [10_000] * 4}
-    assert block.repeated == {"op": 0}
-
-
-def test_a_first_clock_that_cannot_time_the_call_leaves_the_next(queue: FakeDevice) -> None:
-    _, report, readable = open_cell(Queued(queue, wait=True), ["op", "host"], queue)
-    assert (report.status, readable) == (Status.INCONCLUSIVE, {"host": 1})
-    assert str(report.reason).startswith("clock op: the call's launch cannot be hidden")
-    assert report.parts["warmup"]["iterations"] > 0  # type: ignore[index]
 
 
 def test_flashinfer_2145_clock_and_number_of_kernels_are_recorded() -> None:

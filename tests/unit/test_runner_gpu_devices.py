@@ -218,11 +218,30 @@ def test_other_processes_are_counted(fake_nvml: FakeNvml) -> None:
     assert device.other_processes() == 0
 
 
-def test_in_a_namespace_of_its_own_ids_mean_nothing() -> None:
-    own = frozenset({5})
-    assert accelerator.count_others([5, 9], own, namespaced=False) == 1
-    assert accelerator.count_others([5, 9], own, namespaced=True) is None
-    assert accelerator.count_others([], own, namespaced=True) == 0
+@pytest.mark.parametrize(
+    ("listed", "ours", "others"),
+    [
+        ([4001, 4002], 2, 0),  # the host's ids, as many as we have
+        ([4001, 4002, 4003], 2, 1),
+        ([4001], 2, None),  # not even all of ours
+        ([], 2, None),
+        ([4001], 0, None),  # nothing of ours proves that the list shows everybody
+        ([5, 6], 2, None),  # translated: who is outside is left out
+        ([5, 6, 9], 2, 1),
+    ],
+)
+def test_in_a_namespace_of_its_own_numbers_are_compared(
+    tmp_path: Path, listed: list[int], ours: int, others: int | None
+) -> None:
+    own = frozenset({1, 5, 6})  # 1 reads the device's state and computes nothing
+    for pid, nodes in ((1, ["nvidiactl", "nvidia0"]), (5, ["nvidia-uvm"]), (6, ["nvidia-uvm"])):
+        folder = tmp_path / str(pid) / "fd"
+        folder.mkdir(parents=True)
+        for n, node in enumerate(nodes if pid < 5 + ours else []):
+            (folder / str(n)).symlink_to(f"/dev/{node}")
+    found = accelerator.count_others(listed, own, namespaced=True, proc=tmp_path)
+    assert found == others
+    assert accelerator.count_others(listed, own, namespaced=False) == len(set(listed) - own)
 
 
 def test_process_tree(tmp_path: Path) -> None:

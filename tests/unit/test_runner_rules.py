@@ -96,8 +96,30 @@ def test_another_process_is_flagged_or_ends_the_claim_by_policy() -> None:
     assert watched.status is Status.PASS
     assert watched.flags == ("2 other processes used the device",)
     assert conditions.judge(rows, REQUIRE).status is Status.INCONCLUSIVE
-    unknown = conditions.judge(seen((1755, "", None)), REQUIRE)
-    assert unknown.status is Status.PASS
+
+
+@pytest.mark.parametrize("policy", ["require", "lock"])
+def test_processes_that_cannot_be_seen_end_a_strict_claim(policy: str) -> None:
+    hidden = seen((1755, "", None), (1755, "", None))
+    unknown = conditions.judge(hidden, {"policy": policy, "sm_mhz": 1755})
+    assert unknown.status is Status.INCONCLUSIVE
+    assert unknown.reason == "whether other processes used the device cannot be seen from here"
+    watched = conditions.judge(hidden, OBSERVE)
+    assert (watched.status, watched.flags) == (Status.PASS, (unknown.reason,))
+    entry = finished(2_000_000, hidden)
+    assert entry["flags"] == [unknown.reason]
+    assert entry["conditions"]["other_processes"] is None
+
+
+def test_a_cpu_has_no_processes_to_count() -> None:
+    columns = ("elapsed_ns", "frequency_khz")
+    found = conditions.between(columns, [(0, 2_500_000)], 0, 1)
+    assert conditions.judge(found, OBSERVE).flags == ()
+
+
+def test_sampling_without_a_reading_is_flagged() -> None:
+    found = conditions.between(COLUMNS, [(9, 1755, "", 0)], 0, 1)
+    assert "no reading" in conditions.judge(found, OBSERVE).flags[-1]
 
 
 def test_a_drifting_clock_is_said() -> None:

@@ -7,15 +7,20 @@ apart asks for `Accelerator.identity`, a keyed digest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+
+CONTEXT_NODES: Final = frozenset({"/dev/nvidia-uvm", "/dev/kfd"})
+"""Opened by each process that computes on a device of NVIDIA or AMD, whichever device it is."""
 
 
 class AcceleratorUnavailable(Exception):
@@ -116,7 +121,7 @@ class Accelerator(Protocol):
     def other_processes(self) -> int | None:
         """Count processes on the device that are not of this process tree.
 
-        None where the driver's process ids cannot be compared with this namespace's.
+        None where the driver's list cannot be trusted to show them (see `count_others`).
         """
         ...
 
@@ -203,16 +208,48 @@ def process_tree(root: int | None = None, proc: Path = Path("/proc")) -> frozens
     return frozenset(found)
 
 
-def count_others(on_device: Iterable[int], own: frozenset[int], *, namespaced: bool) -> int | None:
-    """Count processes on the device that are not our own.
+def count_others(
+    on_device: Iterable[int],
+    own: frozenset[int],
+    *,
+    namespaced: bool,
+    proc: Path = Path("/proc"),
+) -> int | None:
+    """Count processes on the device that are not our own; None where that cannot be known.
 
-    In a process-id namespace of its own (a container) the driver's ids mean nothing here, so the
-    answer is None unless the device has none.
+    In a process-id namespace of its own (a container) the driver's ids are those of the host, and
+    only their number can be compared with that of our processes that use the device: a list that
+    shows fewer is not the whole. Ids that are ours have been translated into this namespace, and
+    such a list may leave out what runs beyond it: of none it proves nothing.
+
+    Args:
+        on_device: ids that the driver's library lists.
+        own: of this process tree.
+        namespaced: whether this process has other ids outside.
+        proc: where processes show their open files.
+
     """
     pids = set(on_device)
-    if not pids:
-        return 0
-    return None if namespaced else len(pids - own)
+    foreign = len(pids - own)
+    if not namespaced:
+        return foreign
+    if pids & own:
+        return foreign or None
+    ours = contexts(own, proc)
+    return len(pids) - ours if 0 < ours <= len(pids) else None
+
+
+def contexts(pids: Iterable[int], proc: Path = Path("/proc")) -> int:
+    """Count the processes that have opened the node over which a driver makes compute contexts.
+
+    Reading a device's state opens other nodes.
+    """
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            targets = [str(entry.readlink()) for entry in (proc / str(pid) / "fd").iterdir()]
+            found += any(target in CONTEXT_NODES for target in targets)
+    return found
 
 
 def in_process_namespace(proc: Path = Path("/proc")) -> bool:

@@ -39,6 +39,8 @@ class Conditions:
     """Every reason that was seen."""
     other_processes: int | None
     """Most processes of others on the device; None where they cannot be counted."""
+    has_device: bool = True
+    """Whether there is a device whose processes could be counted; a CPU is none."""
 
     def to_json(self) -> dict[str, object]:
         """Return the `conditions` object of a result."""
@@ -84,6 +86,7 @@ def between(
         else None,
         throttle=tuple(sorted(reasons)),
         other_processes=max(others, default=None),
+        has_device="other_processes" in columns,
     )
 
 
@@ -113,16 +116,28 @@ def judge(found: Conditions, policy: Mapping[str, Any]) -> Judgement:
             )
             return Judgement(status=Status.THROTTLED, reason=reason, flags=())
     flags = []
-    if found.other_processes:
-        text = f"{found.other_processes} other processes used the device"
+    others = _others(found)
+    if others is not None:
         if strict:
-            return Judgement(status=Status.INCONCLUSIVE, reason=text, flags=())
-        flags.append(text)
+            return Judgement(status=Status.INCONCLUSIVE, reason=others, flags=())
+        flags.append(others)
+    if not found.rows:
+        flags.append("the telemetry has no reading of the time in which it was sampled")
     if found.clock_khz is not None:
         lowest, _, highest = found.clock_khz
         if 1000 * (highest - lowest) > DRIFT * highest:
             flags.append(f"the clock drifted from {_mhz(lowest)} to {_mhz(highest)} MHz")
     return Judgement(status=Status.PASS, reason=None, flags=tuple(flags))
+
+
+def _others(found: Conditions) -> str | None:
+    """Say that others used the device, or that nobody can tell; None where it was ours alone."""
+    if found.other_processes is None:
+        known = not found.has_device
+        return None if known else "whether other processes used the device cannot be seen from here"
+    if not found.other_processes:
+        return None
+    return f"{found.other_processes} other processes used the device"
 
 
 def _mhz(khz: int) -> str:

@@ -1,0 +1,79 @@
+"""A cell of a launch inside its worker, on a fake device with a queue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from case_fakes import (
+    open_cell,
+    own_process,  # noqa: F401 - an autouse fixture
+)
+from numerics_fakes import ReferenceBackend
+from test_runner_timing import FakeDevice, FakeTime
+
+from attnrepro_runner import clocks, measured
+from attnrepro_runner.status import Status
+
+if TYPE_CHECKING:
+    from attnrepro_runner.backends.base import Outputs, Prepared, Tensors
+    from attnrepro_runner.semantics import Workload
+
+
+class Queued(ReferenceBackend):
+    """Launches work on a fake device, and may wait for it."""
+
+    def __init__(self, device: FakeDevice, *, wait: bool = False) -> None:
+        super().__init__()
+        self.queue = device
+        self.wait = wait
+
+    def prepare(self, workload: Workload, options: Any, tensors: Tensors) -> Prepared:
+        return OnDevice(super().prepare(workload, options, tensors), self)
+
+
+class OnDevice:
+    """A kernel of 10 us whose launch takes the host 0.3 ms."""
+
+    def __init__(self, prepared: Prepared, backend: Queued) -> None:
+        self.prepared = prepared
+        self.backend = backend
+
+    def step(self) -> Outputs:
+        device = self.backend.queue
+        device.host.ns += 300_000
+        device.launch(10_000)
+        if self.backend.wait:
+            device.synchronize()
+        return self.prepared.step()
+
+    backward_step = step
+
+    def append_step(self) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    host = FakeTime()
+    monkeypatch.setattr(clocks, "now", host.now)
+    monkeypatch.setattr(measured.MeasuredCell, "_check_execution", lambda self, report: None)
+    return FakeDevice(host)
+
+
+def test_calls_that_warming_up_repeated_are_no_samples(queue: FakeDevice) -> None:
+    cell, report, readable = open_cell(Queued(queue), ["op"], queue)
+    assert (report.status, readable) == (Status.PASS, {"op": 1}), report.reason
+    clock = cell._clocks["op"]
+    assert isinstance(clock, clocks.OpClock)
+    assert clock.repeated > 0
+    block = cell.block(["op"], 4)
+    assert block.samples == {"op": [10_000] * 4}
+    assert block.repeated == {"op": 0}
+
+
+def test_a_first_clock_that_cannot_time_the_call_leaves_the_next(queue: FakeDevice) -> None:
+    _, report, readable = open_cell(Queued(queue, wait=True), ["op", "host"], queue)
+    assert (report.status, readable) == (Status.INCONCLUSIVE, {"host": 1})
+    assert str(report.reason).startswith("clock op: the call's launch cannot be hidden")
+    assert report.parts["warmup"]["iterations"] > 0  # type: ignore[index]

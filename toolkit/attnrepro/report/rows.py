@@ -37,7 +37,7 @@ class Row:
     median: str
     """Median of launch medians."""
     interval: str
-    """Over launch medians."""
+    """Over launch medians, with the confidence that they reach."""
     tails: str
     """Median over launches of each launch's quantile."""
     against: str
@@ -133,7 +133,8 @@ def _interval(interval: Mapping[str, Any]) -> str:
     lower, upper = duration(interval["lower_ns"]), duration(interval["upper_ns"])
     if lower.split()[1] == upper.split()[1]:
         lower = lower.split()[0]
-    return f"{lower}–{upper}"
+    # Few launches reach less confidence than was asked for: it stands beside the limits.
+    return f"{lower}–{upper} ({float(interval['confidence']) * 100:.3g} %)"
 
 
 def _tails(tails: Sequence[Mapping[str, Any]]) -> str:

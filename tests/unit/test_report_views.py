@@ -113,6 +113,14 @@ def test_no_escape_sequence_reaches_the_terminal(
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_an_interval_stands_with_the_confidence_that_it_reaches(verified: Verified) -> None:
+    timing = verified.observations["cells"][0]["subjects"][0]["timing"]
+    reached = float(next(iter(timing.values()))["interval"]["confidence"])
+    row = rows(verified.observations)[0]
+    assert row.interval.endswith(f" ({reached * 100:.3g} %)")
+    assert reached < 0.95, "five launches cannot reach it"
+
+
 def test_row_without_times_is_a_row(verified: Verified) -> None:
     observations = copy.deepcopy(verified.observations)
     subject = observations["cells"][0]["subjects"][0]

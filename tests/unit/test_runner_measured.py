@@ -10,9 +10,10 @@ from case_fakes import (
     own_process,  # noqa: F401 - an autouse fixture
 )
 from numerics_fakes import ReferenceBackend
-from test_runner_timing import FakeDevice, FakeTime
+from test_runner_timing import FakeDevice, FakeTime, FakeTrace
 
 from attnrepro_runner import clocks, measured
+from attnrepro_runner.report import Report
 from attnrepro_runner.status import Status
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 class Queued(ReferenceBackend):
     """Launches work on a fake device, and may wait for it."""
 
-    def __init__(self, device: FakeDevice, *, wait: bool = False) -> None:
+    def __init__(
+        self, device: FakeDevice, *, wait: bool = False, aside: int = 0, joined: bool = False
+    ) -> None:
         super().__init__()
         self.queue = device
         self.wait = wait
+        self.aside = aside
+        self.joined = joined
 
     def prepare(self, workload: Workload, options: Any, tensors: Tensors) -> Prepared:
         return OnDevice(super().prepare(workload, options, tensors), self)
@@ -43,6 +48,8 @@ class OnDevice:
         device = self.backend.queue
         device.host.ns += 300_000
         device.launch(10_000)
+        if self.backend.aside:
+            device.launch_aside(self.backend.aside, joined=self.backend.joined)
         if self.backend.wait:
             device.synchronize()
         return self.prepared.step()
@@ -77,3 +84,42 @@ def test_a_first_clock_that_cannot_time_the_call_leaves_the_next(queue: FakeDevi
     assert (report.status, readable) == (Status.INCONCLUSIVE, {"host": 1})
     assert str(report.reason).startswith("clock op: the call's launch cannot be hidden")
     assert report.parts["warmup"]["iterations"] > 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("aside", "joined", "status"),
+    [
+        (0, False, Status.PASS),
+        (40_000, True, Status.PASS),
+        (40_000, False, Status.INVALID),
+        (2_000, False, Status.PASS),  # a fifth at most is within the tolerance
+    ],
+)
+def test_work_beside_the_op_clocks_stream_is_invalid(
+    queue: FakeDevice, aside: int, joined: bool, status: Status
+) -> None:
+    cell, _, readable = open_cell(Queued(queue, aside=aside, joined=joined), ["op"], queue)
+    assert readable == {"op": 1}
+    seen = 10_000 + (aside if joined else 0)
+    assert cell.block(["op"], 4).samples == {"op": [seen] * 4}
+    report = Report(lambda place: None)
+    cell.close(report)
+    assert report.status is status, report.reason
+    assert report.parts["oracle_after"]
+    if status is Status.INVALID:
+        assert report.place == "streams"
+        assert report.reason == (
+            "clock op saw 10000 of 50000 ns of the call's kernels: work ran on another stream"
+        )
+
+
+def test_an_op_clock_whose_kernels_cannot_be_seen_is_inconclusive(
+    queue: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, _, _ = open_cell(Queued(queue), ["op"], queue)
+    cell.block(["op"], 4)
+    monkeypatch.setattr(FakeTrace, "busy_ns", lambda self: [None] * len(self.windows))
+    report = Report(lambda place: None)
+    cell.close(report)
+    assert report.status is Status.INCONCLUSIVE
+    assert "no kernel of any call" in str(report.reason)

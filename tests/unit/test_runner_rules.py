@@ -375,6 +375,7 @@ def opened(**found: Any) -> measured.MeasuredCell:
         found, timing.Sampler([timing.Target(prepared=Steps(), reads=())], Warm())
     )
     one._repeated = {}
+    one._taken = {}
     return one
 
 

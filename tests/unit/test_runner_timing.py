@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attnrepro_runner import clocks, flush, timing, torchdevice
+from attnrepro_runner import clocks, flush, timing, torchdevice, trace
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Outputs, Tensors
 from attnrepro_runner.semantics import Workload
@@ -156,18 +156,22 @@ class FakeTrace:
     def spans_ns(self) -> Sequence[tuple[int, int] | None]:
         return torchdevice.spans(self.windows, sorted(self.device.kernels))
 
+    def busy_ns(self) -> Sequence[int | None]:
+        return torchdevice.busy(self.windows, sorted(self.device.kernels))
+
 
 class FakeDevice:
-    """A queue with one stream; its kernels and the host have one time."""
+    """A queue with a stream and a second beside it; kernels and the host have one time."""
 
     def __init__(self, host: FakeTime) -> None:
         self.host = host
         self.busy_until = 0
+        self.aside_until = 0
         self.kernels: list[tuple[int, int]] = []
         self.slept: list[int] = []
 
     def synchronize(self) -> None:
-        self.host.ns = max(self.host.ns, self.busy_until)
+        self.host.ns = max(self.host.ns, self.busy_until, self.aside_until)
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
@@ -180,6 +184,14 @@ class FakeDevice:
         begin = max(self.busy_until, self.host.ns)
         self.busy_until = begin + duration
         self.kernels.append((begin, self.busy_until))
+
+    def launch_aside(self, duration: int, *, joined: bool) -> None:
+        """Launch on the second stream; joined, it follows the first, which waits for it."""
+        begin = max(self.aside_until, self.host.ns, self.busy_until if joined else 0)
+        self.aside_until = begin + duration
+        self.kernels.append((begin, self.aside_until))
+        if joined:
+            self.busy_until = self.aside_until
 
     @contextmanager
     def trace(self) -> Iterator[clocks.Trace]:
@@ -253,6 +265,23 @@ def test_a_kernel_of_a_side_stream_does_not_escape() -> None:
     kernels = [(10, 40), (20, 95), (150, 160), (210, 220)]
     assert torchdevice.spans(windows, kernels) == [(10, 95), (210, 220)]
     assert torchdevice.spans([(0, 5)], kernels) == [None]
+    assert torchdevice.busy(windows, kernels) == [85, 10]
+    assert torchdevice.busy([(0, 100)], [(0, 10), (5, 8), (50, 60)]) == [20]
+    assert torchdevice.busy([(0, 5)], kernels) == [None]
+
+
+def test_the_sleep_before_a_call_is_no_kernel_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [
+        ("attnrepro.call", False, 0, 100),
+        ("attnrepro.call", True, 5, 70),
+        ("at::cuda::(anonymous namespace)::spin_kernel(long)", True, 5, 50),
+        ("flash_fwd_kernel", True, 50, 70),
+    ]
+    events = [trace.TraceEvent(*one, bytes=0) for one in seen]
+    monkeypatch.setattr(trace, "events", lambda profiler: events)
+    found = torchdevice.TorchTrace(None)  # type: ignore[arg-type]
+    assert found.busy_ns() == [20]
+    assert found.spans_ns() == [(50, 70)]
 
 
 def test_a_cpu_has_the_host_clock_only() -> None:

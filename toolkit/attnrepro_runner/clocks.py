@@ -58,6 +58,13 @@ class Trace(Protocol):
         """Return begin of the first and end of the last kernel of each call; None for no kernel."""
         ...
 
+    def busy_ns(self) -> Sequence[int | None]:
+        """Return how long kernels of each call ran, on any stream; None for no kernel.
+
+        Time in which several ran counts once, and `DeviceApi.sleep_ns` is no kernel of a call.
+        """
+        ...
+
 
 class DeviceApi(Protocol):
     """What the clocks need of a device's runtime."""
@@ -141,7 +148,8 @@ class OpClock:
         """Time on a device; how long enqueueing takes is learnt from the calls."""
         self.name = name
         self._device = device
-        self._sleep_ns = self.LEAST_NS
+        self.sleep_ns = self.LEAST_NS
+        """How long the device sleeps while a call is enqueued."""
         self.repeated = 0
         """Calls whose launch was not hidden and that were made again."""
 
@@ -162,7 +170,7 @@ class OpClock:
             start, end = device.event(), device.event()
             device.synchronize()
             begin = now()
-            device.sleep_ns(self._sleep_ns)
+            device.sleep_ns(self.sleep_ns)
             start.record()
             kept = work()
             end.record()
@@ -176,12 +184,44 @@ class OpClock:
                 return start.elapsed_ns(end)
             self.repeated += 1
             # A call that waits for the device itself took the whole sleep to enqueue.
-            self._sleep_ns = min(self.MOST_NS, max(2 * self._sleep_ns, wanted))
+            self.sleep_ns = min(self.MOST_NS, max(2 * self.sleep_ns, wanted))
         message = (
             f"the call's launch cannot be hidden: it is not enqueued within "
-            f"{self._sleep_ns / 1e6:.0f} ms, so it waits for the device itself"
+            f"{self.sleep_ns / 1e6:.0f} ms, so it waits for the device itself"
         )
         raise ClockUnavailable(message)
+
+
+class BusyClock:
+    """Time in which kernels of a call ran, on any stream: what an op clock must have seen.
+
+    From the profiler's trace, launched behind a sleeping device as by the op clock, so that kernels
+    that overlap there overlap here, and the gaps of a slow launch count in neither.
+    """
+
+    def __init__(self, device: DeviceApi, beside: OpClock) -> None:
+        """Trace calls that an op clock has timed."""
+        self.name = f"busy_{beside.name}"
+        self._device = device
+        self._beside = beside
+
+    def take(self, count: int, following: Callable[[], Callable[[], object]]) -> list[int]:
+        """Trace each call behind a sleeping device."""
+        device = self._device
+        with device.trace() as trace:
+            for _ in range(count):
+                work = following()
+                device.synchronize()
+                with trace.call():
+                    device.sleep_ns(2 * self._beside.sleep_ns)  # tracing slows the launch
+                    kept = work()
+                    device.synchronize()
+                del kept
+        found = [busy for busy in trace.busy_ns() if busy is not None]
+        if not found:
+            message = "the trace shows no kernel of any call"
+            raise ClockUnavailable(message)
+        return found
 
 
 class KernelClock:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from attnrepro_runner import clocks, flush, inputs, kernels, oracle, requested, stages, timing
+from attnrepro_runner import (
+    clocks,
+    flush,
+    inputs,
+    kernels,
+    oracle,
+    orderstats,
+    requested,
+    stages,
+    timing,
+)
 from attnrepro_runner.status import STOPS_MEASURING, Status
 from attnrepro_runner.subject import appends_apart
 
@@ -22,6 +32,15 @@ STREAMS_A_LAUNCH: Final = 1000
 """Each launch draws fresh data: stream 1000 (n + 1) and on; the check has stream 0."""
 
 SCORES_CHECKED: Final = {"cpu": 1 << 24, "cuda": 1 << 30}
+SEEN_LEAST: Final = (4, 5)
+"""Least share of its kernels' time that an op clock has seen, if nothing ran beside its stream.
+
+Events resolve half a microsecond, tracing lengthens a kernel by about as much, and the device's
+clock may differ by some per cent between samples and trace; a stream of its own is worth while only
+for a larger share of the call than that."""
+CALLS_TRACED: Final = 5
+"""The one with the least kernel time counts."""
+
 PAIRS_CHECKED: Final = 64
 """Of the oracle before and after timing, other pairs each time; the check's own oracle sees all it
 can afford."""
@@ -63,6 +82,7 @@ class MeasuredCell:
         self._clocks: dict[str, Clock] = {}
         self._samplers: dict[str, timing.Sampler] = {}
         self._repeated: dict[str, int] = {}
+        self._taken: dict[str, list[int]] = {}
 
     def open(self, report: Report) -> dict[str, int]:
         """Check, warm up; return the clocks that can be read, with the calls of one sample.
@@ -122,13 +142,18 @@ class MeasuredCell:
         for name in names:
             try:
                 samples[name] = self._take(name, count)
+                self._taken.setdefault(name, []).extend(samples[name])
             except clocks.ClockUnavailable as error:
                 lost[name], partial[name] = str(error), error.taken
         repeated = self._repeats(names)
         return Block(samples=samples, lost=lost, partial=partial, repeated=repeated)
 
     def close(self, report: Report) -> None:
-        """Check the timed binding again, on data that it has not seen."""
+        """Look for work that the op clock missed; check the timed binding on data new to it."""
+        report.at("streams")
+        for name, clock in self._clocks.items():
+            if isinstance(clock, clocks.OpClock) and self._taken.get(name):
+                self._check_span(report, name, clock)
         report.at("oracle_after")
         stream = self._stream + STREAMS_A_LAUNCH // 2
         fresh = inputs.make_inputs(
@@ -166,6 +191,24 @@ class MeasuredCell:
         )
         if not execution.ok:
             report.demand(Status.FALLBACK, execution.reason)
+
+    def _check_span(self, report: Report, name: str, clock: clocks.OpClock) -> None:
+        """Hold an op clock, which sees one stream, against all kernels of the call."""
+        assert self._device is not None
+        tracer = clocks.BusyClock(self._device, clock)
+        try:
+            busy = min(self._take(name, CALLS_TRACED, tracer))
+        except clocks.ClockUnavailable as error:
+            report.demand(Status.INCONCLUSIVE, f"clock {name} cannot be held to kernels: {error}")
+            return
+        taken = sorted(self._taken[name])
+        median = taken[orderstats.median_rank(len(taken)) - 1]
+        if SEEN_LEAST[1] * median < SEEN_LEAST[0] * busy:
+            reason = (
+                f"clock {name} saw {median} of {busy} ns of the call's kernels: work ran on "
+                "another stream"
+            )
+            report.demand(Status.INVALID, reason)
 
     def _prepare(self, report: Report) -> list[Prepared]:
         """Bind every set of inputs; what that costs is a figure of its own."""
@@ -235,10 +278,10 @@ class MeasuredCell:
             del self._clocks[name]
             report.demand(Status.INCONCLUSIVE, f"clock {name}: {error}")
 
-    def _take(self, name: str, count: int) -> list[int]:
+    def _take(self, name: str, count: int, clock: Clock | None = None) -> list[int]:
         part = next((p for p in ("backward", "append") if name.startswith(f"{p}_")), None)
         return self._samplers[name].take(
-            self._clocks[name], count, "step" if part is None else f"{part}_step"
+            clock or self._clocks[name], count, "step" if part is None else f"{part}_step"
         )
 
     def _repeats(self, names: Sequence[str]) -> dict[str, int]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from attnrepro_runner.clocks import Event, Trace
 
 _MARK: Final = "attnrepro.call"
+_SLEEP: Final = "spin_kernel"
+"""Kernel of torch.cuda._sleep, on CUDA and on HIP."""
 
 
 class _Event(Protocol):
@@ -70,15 +72,22 @@ class TorchTrace:
         The device is idle at both ends of a window, so a kernel in it is the call's, whichever
         stream it ran on.
         """
+        return spans(*self._seen())
+
+    def busy_ns(self) -> Sequence[int | None]:
+        """Return how long the kernels of each call ran, but for the sleep before them."""
+        return busy(*self._seen())
+
+    def _seen(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         windows, kernels = [], []
         for event in trace.events(self._profiler):
             if event.name == _MARK:
                 # Kineto shows a mark on the device's timeline too.
                 if not event.on_device:
                     windows.append((event.start_ns, event.end_ns))
-            elif event.on_device and event.end_ns > event.start_ns:
+            elif event.on_device and event.end_ns > event.start_ns and _SLEEP not in event.name:
                 kernels.append((event.start_ns, event.end_ns))
-        return spans(sorted(windows), sorted(kernels))
+        return sorted(windows), sorted(kernels)
 
 
 def spans(
@@ -90,6 +99,22 @@ def spans(
     for first, last in windows:
         inside = kernels[bisect_left(begins, first) : bisect_left(begins, last)]
         found.append((inside[0][0], max(end for _, end in inside)) if inside else None)
+    return found
+
+
+def busy(
+    windows: Sequence[tuple[int, int]], kernels: Sequence[tuple[int, int]]
+) -> list[int | None]:
+    """Return how long a kernel ran of those that begin within each window; both are sorted."""
+    begins = [begin for begin, _ in kernels]
+    found: list[int | None] = []
+    for first, last in windows:
+        inside = kernels[bisect_left(begins, first) : bisect_left(begins, last)]
+        total, reached = 0, first
+        for begin, end in inside:
+            total += max(0, end - max(begin, reached))
+            reached = max(reached, end)
+        found.append(total if inside else None)
     return found
 
 

@@ -68,7 +68,11 @@ def test_a_cpus_frequency_is_a_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    "reason", ["hardware_thermal", "hardware_slowdown", "hardware_power_brake", "software_thermal"]
+    "reason",
+    [
+        *("hardware_thermal", "hardware_slowdown", "hardware_power_brake", "software_thermal"),
+        *("regulator_thermal", "memory_thermal", "throttled"),  # as amdsmi names them
+    ],
 )
 def test_heat_and_brakes_are_throttling(reason: str) -> None:
     found = conditions.judge(seen((1980, "", 0), (1200, f"idle {reason}", 0)), OBSERVE)

@@ -3,7 +3,8 @@
 The package is a thin wrapper of libamd_smi.so, and both must be of one release; importing it
 without the library prints to stdout and raises KeyError, so its import is guarded. Values that an
 ASIC does not have come back as "N/A". On MI300 and later the violation status says why clocks are
-low; on older devices and Radeon it is absent and the metrics' throttle_status says it.
+low; on older devices and Radeon it is absent and the metrics say it, in bits of one meaning for all
+devices where there are such.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import io
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from attnrepro_runner.accelerator import (
     AcceleratorRecord,
@@ -40,6 +41,21 @@ VIOLATIONS = {
 """Keys of amdsmi_get_violation_status to neutral names (MI300 and later)."""
 
 
+THROTTLERS: Final = (
+    (range(8), "software_power_cap"),
+    (range(16, 24), "current_limit"),
+    ((34,), "memory_thermal"),
+    ((38, 39, 40, 41, 44, 45), "regulator_thermal"),
+    ((32, 33, 35, 36, 37, 42, 43), "software_thermal"),
+    ((46, 47), "hardware_thermal"),
+)
+"""Bits of the metrics' indep_throttle_status to neutral names (SMU_THROTTLER_* of the kernel's
+amdgpu driver)."""
+
+SILENCES: Final = 3
+"""Samples in a row without any value after which a device that had some is gone."""
+
+
 class AmdsmiDevice:
     """One GPU opened through amdsmi."""
 
@@ -48,6 +64,8 @@ class AmdsmiDevice:
         self._handle = handle
         self._namespaced = in_process_namespace()
         self._error = cast("type[Exception]", getattr(library, "AmdSmiException", RuntimeError))
+        self._answered = False
+        self._silences = 0
 
     def _call(self, name: str, *arguments: object) -> object:
         return cast("Callable[..., object]", getattr(self._library, name))(*arguments)
@@ -132,11 +150,17 @@ class AmdsmiDevice:
         )
 
     def sample(self) -> AcceleratorSample:
-        """Read its state now."""
+        """Read its state now.
+
+        Raises:
+            AcceleratorUnavailable: none of its values has been read for some samples, after some
+                were; amdsmi has no error of its own for a device that vanished.
+
+        """
         read = self._reader()
         now = time.monotonic_ns()
         throttle, raw = self._throttle(read)
-        return AcceleratorSample(
+        sample = AcceleratorSample(
             time_ns=now,
             sm_clock_mhz=read.integer("sm_clock", lambda: self._clock("GFX")["clk"]),
             memory_clock_mhz=read.integer("mem_clock", lambda: self._clock("MEM")["clk"]),
@@ -154,6 +178,14 @@ class AmdsmiDevice:
             throttle=throttle,
             throttle_raw=raw,
         )
+        values = (value for name, value in sample.to_dict().items() if name != "time_ns")
+        if any(value is not None for value in values):
+            self._answered, self._silences = True, 0
+        elif self._answered:
+            self._silences += 1
+            if self._silences >= SILENCES:
+                raise AcceleratorUnavailable(next(iter(read.absent.values())))
+        return sample
 
     def energy_mj(self) -> int | None:
         """Read the energy counter."""
@@ -209,13 +241,25 @@ class AmdsmiDevice:
         }
         if any(isinstance(value, bool) for value in flags.values()):
             return tuple(name for name, value in flags.items() if value is True), None
-        raw = read(
-            "throttle_status", lambda: self._table("amdsmi_get_gpu_metrics_info")["throttle_status"]
-        )
+        metrics = read("metrics", lambda: self._table("amdsmi_get_gpu_metrics_info"))
+        table = cast("Mapping[str, object]", metrics or {})
+        named = table.get("indep_throttle_status")
+        # All ones is a field that the device does not fill.
+        if isinstance(named, int) and not isinstance(named, bool) and named != 2**64 - 1:
+            return throttler_names(named), named
+        raw = table.get("throttle_status")
         if not isinstance(raw, bool | int):
             return None, None
         bits = None if isinstance(raw, bool) else raw
         return (("throttled",) if raw else ()), bits
+
+
+def throttler_names(bits: int) -> tuple[str, ...]:
+    """Return the neutral names of indep_throttle_status; `throttled` for bits without one."""
+    places = {place for place in range(bits.bit_length()) if bits >> place & 1}
+    known = tuple(name for group, name in THROTTLERS if places & set(group))
+    rest = places - {place for group, _ in THROTTLERS for place in group}
+    return (*known, *(["throttled"] if rest else []))
 
 
 def _mebibytes(value: int | None) -> int | None:
@@ -232,8 +276,11 @@ def _millijoules(energy: object) -> int | None:
     return int(count * resolution / 1000)
 
 
-def open_amdsmi(*, index: int = 0) -> AmdsmiDevice:
-    """Open the device of an index, in amdsmi's order.
+def open_amdsmi(*, pci: str | None = None, index: int = 0) -> AmdsmiDevice:
+    """Open the device at a PCI address (dddd:bb:dd, of any function), else of an index.
+
+    The index is amdsmi's, which HIP_VISIBLE_DEVICES does not renumber. Partitions of one device
+    share an address, and the first of them is opened.
 
     Raises:
         AcceleratorUnavailable: no package, no library, no driver or no such device.
@@ -253,10 +300,14 @@ def open_amdsmi(*, index: int = 0) -> AmdsmiDevice:
     try:
         library.amdsmi_init()
         handles = cast("list[object]", library.amdsmi_get_processor_handles())
+        if pci is not None:
+            found = [str(library.amdsmi_get_gpu_device_bdf(handle)).lower() for handle in handles]
+            index = next((n for n, at in enumerate(found) if at.startswith(pci)), len(handles))
     except error_type as error:
         msg = f"amdsmi: {error}"
         raise AcceleratorUnavailable(msg) from error
     if index >= len(handles):
-        msg = f"amdsmi sees {len(handles)} devices, none of index {index}"
+        wanted = f"index {index}" if pci is None else "the framework's PCI address"
+        msg = f"amdsmi sees {len(handles)} devices, none of {wanted}"
         raise AcceleratorUnavailable(msg)
     return AmdsmiDevice(library, handles[index])

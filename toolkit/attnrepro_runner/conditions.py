@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 SLOWDOWNS: Final = frozenset(
-    {"hardware_slowdown", "hardware_thermal", "hardware_power_brake", "software_thermal"}
+    {
+        "hardware_slowdown",
+        "hardware_thermal",
+        "hardware_power_brake",
+        "software_thermal",
+        "regulator_thermal",
+        "memory_thermal",
+        "throttled",
+    }
 )
-"""Throttle reasons under which times are not the device's. Sitting at the power cap is not one:
-it is what long attention kernels do."""
+"""Throttle reasons under which times are not the device's; `throttled` names none, and may be any.
+Sitting at the power or current limit is not one: it is what long attention kernels do."""
 
 CLOCK_TOLERANCE: Final = 15
 """Per mille that a required clock may be off: steps of a clock are 15 MHz."""

@@ -48,10 +48,8 @@ class Device:
         A container or an environment variable may have renumbered the devices, so that the first
         of the library is another one than the framework's.
         """
-        uuid = facts.get("uuid")
-        is_open = self._accelerator is not None and self.record.get("vendor") == "nvidia"
-        if is_open and not self._is_bound and isinstance(uuid, str):
-            self._rebind(uuid)
+        if self._accelerator is not None and not self._is_bound and facts:
+            self._rebind(facts)
         for name in ("compute_units", "last_level_cache_bytes"):
             if self.record.get(name) is None and facts.get(name) is not None:
                 self.record[name] = facts[name]
@@ -66,11 +64,9 @@ class Device:
         if self._accelerator is not None:
             self._accelerator.close()
 
-    def _rebind(self, uuid: str) -> None:
-        from attnrepro_runner import nvml
-
+    def _rebind(self, facts: Mapping[str, object]) -> None:
         try:
-            found = nvml.open_nvml(uuid=uuid)
+            found = _open_as(str(self.record["kind"]), facts)
         except AcceleratorUnavailable as error:
             self.record["reason"] = f"the library's first device, since {error}"
             return
@@ -144,4 +140,19 @@ def _open(vendor: str, index: int) -> Accelerator:
 
         return amdsmi.open_amdsmi(index=index)
     message = f"no library for devices of {vendor}"
+    raise AcceleratorUnavailable(message)
+
+
+def _open_as(vendor: str, facts: Mapping[str, object]) -> Accelerator:
+    """Open the device that a framework describes."""
+    uuid, pci = facts.get("uuid"), facts.get("pci")
+    if vendor == "nvidia" and isinstance(uuid, str):
+        from attnrepro_runner import nvml
+
+        return nvml.open_nvml(uuid=uuid)
+    if vendor == "amd" and isinstance(pci, str):
+        from attnrepro_runner import amdsmi
+
+        return amdsmi.open_amdsmi(pci=pci)
+    message = "the framework does not tell which device it uses"
     raise AcceleratorUnavailable(message)

@@ -40,18 +40,30 @@ def torch_device() -> torch.device:
 
 
 def device_facts(device: torch.device) -> dict[str, object]:
-    """Return what the framework knows of its device; the UUID is for this run's own use alone."""
+    """Return what the framework knows of its device.
+
+    UUID and PCI address tell the coordinator which device to open, and are recorded nowhere.
+    """
     if device.type != "cuda":
         return {}
     import torch
 
     found = torch.cuda.get_device_properties(device)
     uuid = getattr(found, "uuid", None)
+    address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return {
         "compute_units": found.multi_processor_count,
         "last_level_cache_bytes": found.L2_cache_size,
         "uuid": None if uuid is None else str(uuid),
+        "pci": pci_address(*address),
     }
+
+
+def pci_address(domain: int | None, bus: int | None, device: int | None) -> str | None:
+    """Return dddd:bb:dd in hexadecimal, or None where a part is not known."""
+    if domain is None or bus is None or device is None:
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
 def file_digest(path: Path) -> str:

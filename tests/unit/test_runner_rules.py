@@ -168,6 +168,29 @@ def test_an_architecture_bounds_operations_at_the_clock_seen() -> None:
     assert "TFLOP/s, and no kernel of this device exceeds" in str(impossible.invalid)
 
 
+@pytest.mark.parametrize(
+    ("precision", "rate"), [("highest", 683), ("high", 2048), ("medium", 4096)]
+)
+def test_float32_products_may_run_on_tensor_cores(precision: str, rate: int) -> None:
+    known = {"dtype": "float32", "clock_khz": 1_830_000, "precision": precision}
+    bound = plausible.limits(H200, [], **known).flops  # type: ignore[arg-type]
+    assert bound == rate * 132 * 1_830_000_000
+    assert plausible.flops_limit("gfx90a", 1, 1, "float32", "high") == 256_000_000
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_float32_time_is_held_to_the_precision_asked_for(precision: str) -> None:
+    # A fifth of the TF32 rate is nothing for tensor cores in TF32, nor in three products of it;
+    # four fifths are beyond the latter.
+    workload = LONG | {"dtype": "float32"}
+    workload |= {"math": {"float32_matmul_precision": precision}}
+    flops = work_of(Workload.parse(workload)).flops
+    for tenths, possible in ((2, True), (8, precision == "high")):
+        time_ns = flops * 10**9 * 10 // (2048 * 132 * 1_980_000_000 * tenths)
+        entry = finished(time_ns, seen((1980, "", 0)), workload=workload, flushed=False)
+        assert entry["status"] == ("PASS" if possible else "INVALID")
+
+
 def test_a_bus_bounds_flushed_traffic_beyond_the_cache() -> None:
     bus = plausible.memory_limit(3201, 6144)
     assert bus == 4_916_736_000_000  # the datasheet says 4.8 TB/s
@@ -219,20 +242,29 @@ def test_a_backward_has_its_own_work_and_an_append_none() -> None:
     assert plausible.work_of_clock("request", work) is None
 
 
-def finished(median_ns: int, found: conditions.Conditions, **changes: Any) -> dict[str, Any]:
+LONG: dict[str, Any] = {
+    "phase": "forward",
+    "batch": 4,
+    "seqlen_q": 4096,
+    "seqlen_k": 4096,
+    "heads_q": 32,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
+
+
+def finished(
+    median_ns: int,
+    found: conditions.Conditions,
+    workload: Mapping[str, Any] = LONG,
+    *,
+    flushed: bool = True,
+    **changes: Any,
+) -> dict[str, Any]:
     one = interleave.Measured({"status": "PASS", "reason": None, **changes})
-    one.flushed = True
+    one.flushed = flushed
     one.calls = {"op": 1}
     one.series = {"op": Series(samples=[median_ns] * 20, usable=[median_ns] * 20, stop="budget")}
-    workload = {
-        "phase": "forward",
-        "batch": 4,
-        "seqlen_q": 4096,
-        "seqlen_k": 4096,
-        "heads_q": 32,
-        "head_dim": 128,
-        "dtype": "bfloat16",
-    }
     finish.judge(one, {"workload": workload}, found, device=H200, policy=OBSERVE, ceilings=[])
     return one.entry
 

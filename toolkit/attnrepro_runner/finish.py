@@ -52,7 +52,13 @@ def judge(
     workload = Workload.parse(cell["workload"])
     work = work_of(workload)
     highest = None if found.clock_khz is None else found.clock_khz[2]
-    known = plausible.limits(device, ceilings, dtype=workload.dtype, clock_khz=highest)
+    known = plausible.limits(
+        device,
+        ceilings,
+        dtype=workload.dtype,
+        clock_khz=highest,
+        precision=workload.math.float32_matmul_precision,
+    )
     for clock, series in sorted(measured.series.items()):
         amount = plausible.work_of_clock(clock, work)
         if amount is None or not series.usable:

@@ -19,15 +19,32 @@ if TYPE_CHECKING:
     from attnrepro_runner.work import Work
 
 FLOPS_PER_CLOCK: Final = {
-    "sm_80": {"float32": 128, "bfloat16": 2048, "float16": 2048},
-    "sm_90": {"float32": 256, "bfloat16": 4096, "float16": 4096, "float8_e4m3fn": 8192},
-    "sm_100": {"float32": 256, "bfloat16": 8192, "float16": 8192, "float8_e4m3fn": 16384},
+    "sm_80": {"float32": 128, "tf32": 1024, "bfloat16": 2048, "float16": 2048},
+    "sm_90": {
+        **{"float32": 256, "tf32": 2048, "bfloat16": 4096, "float16": 4096},
+        "float8_e4m3fn": 8192,
+    },
+    "sm_100": {
+        **{"float32": 256, "tf32": 4096, "bfloat16": 8192, "float16": 8192},
+        "float8_e4m3fn": 16384,
+    },
     "gfx90a": {"float32": 256, "bfloat16": 1024, "float16": 1024},
-    "gfx942": {"float32": 256, "bfloat16": 2048, "float16": 2048, "float8_e4m3fn": 4096},
+    "gfx942": {
+        **{"float32": 256, "tf32": 1024, "bfloat16": 2048, "float16": 2048},
+        "float8_e4m3fn": 4096,
+    },
 }
-"""Dense operations a clock and multiprocessor (compute unit), by architecture and dtype: the
-vendors' peak rates divided by units and boost clock (A100, H100, B200, MI250X, MI300X datasheets).
-float32 is without reduced-precision products. An architecture that is not here has no limit."""
+"""Dense operations a clock and multiprocessor (compute unit), by architecture and kind of product:
+the vendors' peak rates divided by units and boost clock (A100, H100, B200, MI250X, MI300X
+datasheets). float32 is without tensor cores. An architecture that is not here has no limit."""
+
+FLOAT32_PRODUCTS: Final = {
+    "highest": (("float32", 1), ("tf32", 3)),
+    "high": (("float32", 1), ("tf32", 1)),
+    "medium": (("float32", 1), ("tf32", 1), ("bfloat16", 1)),
+}
+"""torch's float32_matmul_precision to the products that make one of float32: kind, and how many.
+Full precision is also reached on tensor cores, by three products of TF32 (as CUTLASS does)."""
 
 TOLERANCE: Final = (102, 100)
 """Of a measured ceiling, as a fraction: it is a measurement itself."""
@@ -64,6 +81,7 @@ def limits(
     *,
     dtype: str,
     clock_khz: int | None,
+    precision: str = "highest",
 ) -> Limits:
     """Collect what bounds a cell.
 
@@ -72,6 +90,7 @@ def limits(
         ceilings: measured in this run, as `Ceiling.to_dict` gives them.
         dtype: of q, k and v.
         clock_khz: the highest seen while the samples were taken.
+        precision: torch's float32_matmul_precision, as the workload asks for it.
 
     """
     found = list(ceilings)
@@ -89,6 +108,7 @@ def limits(
             device.get("compute_units"),
             None if clock_khz is None else clock_khz // 1000,
             dtype,
+            precision,
         ),
         dram=bus if bus is not None else allowed,
         dram_source="clock and width of its bus" if bus is not None else "the ceiling measured",
@@ -101,7 +121,11 @@ def limits(
 
 
 def flops_limit(
-    architecture: str | None, units: int | None, clock_mhz: int | None, dtype: str
+    architecture: str | None,
+    units: int | None,
+    clock_mhz: int | None,
+    dtype: str,
+    precision: str = "highest",
 ) -> int | None:
     """Return the operations a second that no kernel can exceed, or None where it is not known.
 
@@ -110,10 +134,13 @@ def flops_limit(
         units: multiprocessors or compute units.
         clock_mhz: highest clock seen while the samples were taken.
         dtype: of q, k and v.
+        precision: torch's float32_matmul_precision.
 
     """
-    rate = FLOPS_PER_CLOCK.get(architecture or "", {}).get(dtype)
-    if rate is None or units is None or clock_mhz is None:
+    rates = FLOPS_PER_CLOCK.get(architecture or "", {})
+    products = FLOAT32_PRODUCTS[precision] if dtype == "float32" else ((dtype, 1),)
+    rate = max((-(-rates[kind] // count) for kind, count in products if kind in rates), default=0)
+    if not rate or units is None or clock_mhz is None:
         return None
     return rate * units * clock_mhz * 10**6
 

@@ -236,3 +236,54 @@ def test_closed_pipe_ends_quietly() -> None:
         shown = process.stderr.read()
     assert shown == b""
     assert process.returncode == 0
+
+
+CLOSED = {
+    "stdout closed": (">&-", 0),
+    "stderr closed": ("2>&-", 0),
+    "no reader": ("| (exec <&-; sleep 0.5)", 0),
+    "full disk": (">/dev/full", 2),
+}
+
+
+@pytest.mark.parametrize("case", CLOSED)
+@pytest.mark.parametrize(("arguments", "code"), [("matrix --json", 0), ("verify gone --json", 2)])
+def test_output_that_cannot_be_written_changes_no_verdict(
+    case: str, arguments: str, code: int, tmp_path: Path
+) -> None:
+    redirection, own = CLOSED[case]
+    script = f"{sys.executable} -m attnrepro {arguments} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (code or own), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_terminal_of_another_encoding_gets_escapes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "attnrepro", "verify", "b\u00e4d\u2013file"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONIOENCODING": "ascii:strict",
+        },
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"b\\xe4d\\u2013file" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["verify", "show", "check"])
+def test_a_path_that_cannot_be_is_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([verb, "x" * 5000]) == 2
+    assert "too long" in capsys.readouterr().err
+    assert main.run([verb, "/dev/null/x"]) == 2

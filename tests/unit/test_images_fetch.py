@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import signal
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -202,3 +206,33 @@ def test_an_interrupt_ends_the_whole_group(tmp_path: Path) -> None:
     pid = int(marker.read_text())
     status = Path(f"/proc/{pid}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_a_second_signal_waits_until_the_group_has_ended(tmp_path: Path) -> None:
+    script = tmp_path / "child.sh"
+    # It needs its time to end, as mmdebstrap does to unmount.
+    script.write_text(
+        f"trap 'sleep 1; touch {tmp_path}/ended; exit 1' INT\n"
+        f"echo begun; touch {tmp_path}/begun; while :; do sleep 0.05; done\n"
+    )
+    code = (
+        "import sys\nfrom attnrepro.images import process\n"
+        "from attnrepro.signals import unwound_by_signals\n"
+        "with unwound_by_signals():\n"
+        f"    process.stream(['bash', {str(script)!r}], progress=print)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as parent:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for _ in range(3):
+            parent.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        parent.wait(30)
+    assert (tmp_path / "ended").exists(), "the child was left, or ended in the middle of its work"

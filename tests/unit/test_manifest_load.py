@@ -175,6 +175,37 @@ def test_refused_json_is_located(text: bytes, pointer: str, place: str) -> None:
     assert place in problem.found
 
 
+def test_every_refused_value_is_told() -> None:
+    with pytest.raises(InvalidDocument) as caught:
+        load(b'{"a": NaN, "b": {"c": 1, "c": 2},\n "d": [-0.0, 1e999, 12345678901234567890]}')
+    assert [problem.pointer for problem in caught.value.problems] == [
+        "/a",
+        "/b/c",
+        "/d/0",
+        "/d/1",
+        "/d/2",
+    ]
+    with pytest.raises(InvalidDocument) as caught:
+        load(b"[" + b"NaN," * 1000 + b"1]")
+    assert len(caught.value.problems) == 50
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"batch": 0}, "/workload/batch"),
+        ({"dtype": "bf16"}, "/workload/dtype"),
+        ({"phase": "both"}, "/workload/phase"),
+        ({"seqlen_q": -1}, "/workload/seqlen_q"),
+    ],
+)
+def test_a_refused_size_hides_no_head_that_does_not_divide(
+    change: dict[str, Any], pointer: str
+) -> None:
+    workload = {"phase": "prefill", "heads_q": 3, "heads_kv": 2, **change}
+    assert set(refused(document(workload=workload))) == {pointer, "/workload/heads_kv"}
+
+
 def test_files_that_are_no_manifests(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         load(tmp_path / "missing.json")

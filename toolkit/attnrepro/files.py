@@ -83,11 +83,28 @@ def store_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "attnrepro"
 
 
+def check_target(path: Path) -> None:
+    """Refuse to write over what is no regular file. Raises UsageError."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        name = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
+        message = f"{name}: {error.strerror}"
+        raise UsageError(message, hint="--output names a file in another folder") from None
+    if not stat.S_ISREG(kind):
+        message = f"{path} is there and is no regular file"
+        raise UsageError(message, hint="--output names a file; without it the text goes to stdout")
+
+
 def write_output(path: Path, data: bytes, *, inputs: Sequence[Path], force: bool) -> None:
     """Write a file that the user named. Raises UsageError, before anything is lost.
 
-    An input is never replaced; another file only with `force`.
+    An input is never replaced, nor what is no regular file (a device, a link, a folder); another
+    file only with `force`.
     """
+    check_target(path)
     if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
         message = f"{path} is an input of this command"
         raise UsageError(message, hint="--output names another file")

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from attnrepro.errors import InvalidDocument, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Any]"
 
 MAX_INTEGER: Final = 2**53 - 1
 MAX_DEPTH: Final = 64
+_MOST_PROBLEMS: Final = 50
 
 
 _SMALLER: Final = "write a smaller number (a seed may also be a decimal string)"
@@ -129,39 +130,59 @@ def loads(data: bytes, *, what: str) -> Any:
 
 def _invalid(error: ValueError | RecursionError, text: str, what: str) -> InvalidDocument:
     refused = _too_deep() if isinstance(error, RecursionError) else error
-    pointer = ""
     if isinstance(refused, _Refused):
-        found, allowed, fix = str(refused), refused.allowed, refused.fix
-        if place := _place(text):
-            pointer, position = place
-            line = text.count("\n", 0, position) + 1
-            found += f": line {line} column {position - text.rfind(chr(10), 0, position)}"
-    else:  # json and the decoder name the place themselves
-        found, allowed, fix = str(error), _ANY_DOCUMENT, "mend the file at that place"
-    message = f"{what} is not valid JSON: {found}"
-    problem = Problem(pointer=pointer, found=found, allowed=allowed, fix=fix)
-    return InvalidDocument(message, problems=[problem])
+        problems = _problems(text) or [_problem(refused, "")]
+    else:  # json and the decoder name the place themselves, and cannot read on
+        problems = [
+            Problem(
+                pointer="",
+                found=str(error),
+                allowed=_ANY_DOCUMENT,
+                fix="mend the file at that place",
+            )
+        ]
+    return InvalidDocument(f"{what} is not valid JSON: {problems[0].found}", problems=problems)
+
+
+def _problem(refused: _Refused, pointer: str, place: str = "") -> Problem:
+    return Problem(
+        pointer=pointer, found=f"{refused}{place}", allowed=refused.allowed, fix=refused.fix
+    )
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+', re.DOTALL)
 
 
-def _place(text: str) -> tuple[str, int] | None:
-    """Pointer and offset of the first token that `loads` refuses; run only after a refusal."""
+def _problems(text: str) -> list[Problem]:
+    """Every token that `loads` refuses, with pointer and place; run only after a refusal."""
+    found: list[Problem] = []
+    for path, position, refused in _refusals(text):
+        line = text.count("\n", 0, position) + 1
+        column = position - text.rfind("\n", 0, position)
+        pointer = "".join(f"/{str(p).replace('~', '~0').replace('/', '~1')}" for p in path)
+        found.append(_problem(refused, pointer, f": line {line} column {column}"))
+        if len(found) == _MOST_PROBLEMS:
+            break
+    return found
+
+
+def _refusals(text: str) -> Iterator[tuple[list[str | int], int, _Refused]]:
+    """Path, offset and reason of each refused token; ends at the first too deep bracket."""
     path: list[str | int] = []
-    keys: list[set[str]] = []  # of the open objects; an empty set of an array is never used
+    keys: list[set[str]] = []  # of the open objects; an array's stays empty
     key_next = False
     for match in _TOKEN.finditer(text):
         token, position = match.group(), match.start()
         if token in "{[":
             if len(path) >= MAX_DEPTH:
-                return _pointer(path), position
+                yield path, position, _too_deep()
+                return
             path.append("" if token == "{" else 0)
             keys.append(set())
             key_next = token == "{"
         elif token in "}]":
             if not path:
-                return None
+                return
             path.pop()
             keys.pop()
         elif token == ",":
@@ -172,25 +193,23 @@ def _place(text: str) -> tuple[str, int] | None:
             key_next = False
         elif key_next and path and token.startswith('"'):
             path[-1] = key = str(json.loads(token))
-            if key in keys[-1] or _refuses(token):
-                return _pointer(path), position
+            refused = _twice(key) if key in keys[-1] else _refusal(token)
+            if refused is not None:
+                yield path, position, refused
             keys[-1].add(key)
-        elif _refuses(token):
-            return _pointer(path), position
-    return None
+        elif (refused := _refusal(token)) is not None:
+            yield path, position, refused
 
 
-def _refuses(token: str) -> bool:
+def _refusal(token: str) -> _Refused | None:
     try:
         value = json.loads(token, parse_int=_integer, parse_float=_real, parse_constant=_constant)
         _check_tree(value, 0)
+    except _Refused as refused:
+        return refused
     except ValueError:
-        return True
-    return False
-
-
-def _pointer(path: Sequence[str | int]) -> str:
-    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
+        return None  # no JSON at all, which the parser would have said before
+    return None
 
 
 def canonical(value: Json | JsonObject | list[Any]) -> bytes:

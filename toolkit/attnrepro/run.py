@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,17 +202,20 @@ def perform(
 def check_output(options: Options) -> None:
     """Refuse an output that could not be written when the work is done. Raises UsageError."""
     path = options.output
+    files.check_target(path)
     if path.exists() and not options.replace:
         message = f"{path} is there already"
         raise UsageError(message, hint="--force replaces it; --output names another file")
-    probe = path.absolute().parent / f".attnrepro-probe-{secrets.token_hex(4)}"
+    # A name as long as that under which the artifact is written first.
+    probe = path.absolute().with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         probe.write_bytes(b"x" * 4096)
     except OSError as error:
-        message = f"cannot write to {path.absolute().parent}: {error.strerror}"
-        raise UsageError(message, hint="--output names a file in another folder") from None
+        message = f"cannot write {path.name[:200]} in {path.absolute().parent}: {error.strerror}"
+        raise UsageError(message, hint="--output names another file") from None
     finally:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):
+            probe.unlink()
 
 
 def write(path: Path, data: bytes) -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
-from attnrepro.cli.output import printable
+from attnrepro.cli.output import murmur, printable, say
 from attnrepro.errors import AttnreproError, Interrupted, UsageError
+
+_PATH_ERRORS: Final = (
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EROFS,
+)
 
 
 def report(error: BaseException, *, as_json: bool) -> int:
@@ -43,7 +51,7 @@ def report(error: BaseException, *, as_json: bool) -> int:
         lines += [f"  {problem.line()}" for problem in known.problems]
     if hint:
         lines.append(f"  {hint}")
-    sys.stderr.write(printable("\n".join(lines)) + "\n")
+    murmur(printable("\n".join(lines)) + "\n")
     return code
 
 
@@ -82,6 +90,10 @@ def _as_known(error: BaseException) -> AttnreproError | None:
         return UsageError(
             f"no permission for {error.filename}", hint="check its owner and mode, or use another"
         )
+    if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
+        path = str(error.filename)
+        shown = path if len(path) <= 200 else f"{path[:200]}…"
+        return UsageError(f"{shown}: {error.strerror}", hint="name another file or folder")
     return None
 
 
@@ -101,5 +113,5 @@ def _write_trace(error: BaseException) -> str:
 
 
 def _print_json(error: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"error": error}, indent=2) + "\n")
-    sys.stdout.flush()
+    with suppress(UsageError):  # what failed has been told on stderr, and keeps its code
+        say(json.dumps({"error": error}, indent=2) + "\n")

@@ -7,10 +7,7 @@ Every error becomes its exit code here (`attnrepro.errors.EXIT_CODES`).
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
@@ -19,10 +16,11 @@ from typer.core import TyperGroup
 
 from attnrepro import __version__
 from attnrepro.cli.failure import report, usage_report
+from attnrepro.cli.output import say, steady_streams
+from attnrepro.signals import unwound_by_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
 
 VERBS: Final[dict[str, str]] = {
     "quickstart": "Build, run and verify a small benchmark, from nothing",
@@ -84,7 +82,7 @@ class _LazyGroup(TyperGroup):
 
 def _version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"attnrepro {__version__}\n")
+        say(f"attnrepro {__version__}\n")
         raise typer.Exit
 
 
@@ -113,31 +111,13 @@ def _application() -> Any:
 _ClickError: Final = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
 
-@contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does: every temporary file and container goes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; the exit code is the result. Prints, and never raises."""
     as_json = "--json" in arguments
     command = _application()
     try:
         with (
-            _unwound_by_signals(),
+            unwound_by_signals(),
             command.make_context("attnrepro", list(arguments)) as context,
         ):
             command.invoke(context)
@@ -158,4 +138,5 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """Entry point of the command `attnrepro`."""
+    steady_streams()
     sys.exit(run(sys.argv[1:]))

@@ -11,7 +11,7 @@ import typer
 from attnrepro.artifact import explain, trust
 from attnrepro.artifact.budget import MIB, Budget
 from attnrepro.artifact.verify import Verified, verify
-from attnrepro.cli.output import emit, printable
+from attnrepro.cli.output import emit, printable, say
 from attnrepro.errors import UsageError
 from attnrepro.report import export, terminal
 
@@ -51,7 +51,7 @@ def show(
     if member is not None:
         _write_member(verified, member, as_csv=as_csv)
     elif as_csv:
-        sys.stdout.write(printable(export.times(verified.observations)))
+        say(printable(export.times(verified.observations)))
     elif members:
         sizes = {name: len(data) for name, data in verified.members.items()}
         lines = [f"{size:>10}  {name}" for name, size in sizes.items()]
@@ -91,13 +91,12 @@ def _write_member(verified: Verified, name: str, *, as_csv: bool) -> None:
         if not name.startswith("samples/"):
             message = f"{name} is no series of samples"
             raise UsageError(message, hint="--csv goes with a member of samples/")
-        sys.stdout.write(export.samples(data))
+        say(export.samples(data))
     elif not sys.stdout.isatty():
-        sys.stdout.buffer.write(data)
+        say(data)
     else:
         try:
-            sys.stdout.write(printable(data.decode()))
+            say(printable(data.decode()))
         except UnicodeDecodeError:
             message = f"{name} is not text"
             raise UsageError(message, hint="send it to a file: … > FILE") from None
-    sys.stdout.flush()

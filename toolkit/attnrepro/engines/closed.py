@@ -180,27 +180,6 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, old)
 
 
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold back SIGINT, SIGTERM and SIGHUP while a container is removed; deliver the last after.
-
-    By handlers, not by a mask: a mask is a thread's own, and the log's thread would take them.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {s: signal.signal(s, lambda number, _frame: held.append(number)) for s in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-        if held:
-            signal.raise_signal(held[-1])
-
-
 class LogCopy(threading.Thread):
     """Copies a container's output into a file until it ends; keeps the first `LOG_LIMIT` bytes."""
 

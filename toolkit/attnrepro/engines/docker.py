@@ -20,6 +20,7 @@ from attnrepro.engines.dockerapi import (
 )
 from attnrepro.engines.gpu import EngineDoors, GpuMode
 from attnrepro.errors import Unavailable
+from attnrepro.signals import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -100,7 +101,7 @@ class DockerEngine:
                 try:
                     return self._run(spec, config, log, stop, client, streams)
                 finally:
-                    with closed.signals_held():
+                    with signals_held():
                         self._remove(spec.name)
 
     def remove_image(self, identity: ImageIdentity) -> None:

@@ -22,6 +22,7 @@ from attnrepro.engines import closed
 from attnrepro.engines.base import EngineFacts
 from attnrepro.engines.gpu import EngineDoors
 from attnrepro.errors import Unavailable
+from attnrepro.signals import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +118,7 @@ class HostEngine:
                     stop=stop,
                 )
             finally:
-                with closed.signals_held():
+                with signals_held():
                     kill_marked(spec.name)
             process.wait()
             duration = time.monotonic_ns() - began

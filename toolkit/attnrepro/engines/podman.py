@@ -19,6 +19,7 @@ from attnrepro.engines import closed, kernellog
 from attnrepro.engines.base import OWNER_LABEL, EngineFacts
 from attnrepro.engines.gpu import EngineDoors
 from attnrepro.errors import Unavailable
+from attnrepro.signals import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,7 +113,7 @@ class PodmanEngine:
             try:
                 return self._run(spec, command, facts, log, stop)
             finally:
-                with closed.signals_held():
+                with signals_held():
                     self._remove(spec.name)
 
     def remove_image(self, identity: ImageIdentity) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnrepro.errors import BuildFailed, Unavailable
+from attnrepro.signals import signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,8 @@ def stream(
                 progress("  " + line.rstrip())
         code = process.wait()
     except BaseException:
-        _end(process)
+        with signals_held():  # a second Ctrl-C must not orphan what the first one ends
+            _end(process)
         raise
     finally:
         process.stdout.close()

@@ -164,6 +164,8 @@ def _mended(document: Any, problems: list[Problem]) -> tuple[Any | None, list[st
     document = copy.deepcopy(document)
     for problem in problems:
         _drop(document, problem.pointer)
+    if isinstance(workload := document.get("workload"), dict):
+        _fill(workload)
     parts = {p.pointer.split("/")[1] for p in schema.validate(defaults.KIND, document) if p.pointer}
     if parts & {"workload", "subjects"}:
         # What varies or embeds the call cannot be judged without it.
@@ -177,6 +179,19 @@ def _mended(document: Any, problems: list[Problem]) -> tuple[Any | None, list[st
     if schema.validate(defaults.KIND, document):
         return None, []
     return document, [f"/{part}" for part in parts]
+
+
+def _fill(workload: dict[str, Any]) -> None:
+    """Give a call what it lacks, so that the rest of it is judged: values that go with the rest."""
+    for name, twin in (
+        ("seqlen_q", "seqlen_k"),
+        ("seqlen_k", "seqlen_q"),
+        ("heads_q", "heads_kv"),
+    ):
+        if name not in workload and twin in workload:
+            workload[name] = workload[twin]
+    for name, value in _SUBSTITUTE["workload"].items():
+        workload.setdefault(name, value)
 
 
 def _drop(document: Any, pointer: str) -> None:

@@ -11,7 +11,9 @@ from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import MemoryOrder
 
 
-def measured(name: str, order: MemoryOrder | None = None, **case: Any) -> memory.MemoryUse:
+def measured(
+    name: str, order: MemoryOrder | None = None, *, workspace: int = 0, **case: Any
+) -> memory.MemoryUse:
     w = workload(**{"phase": "prefill", "batch": 1, "heads_q": 2, **case})
     backend = registry.load(name)
     t = tensors(w)
@@ -20,7 +22,8 @@ def measured(name: str, order: MemoryOrder | None = None, **case: Any) -> memory
         prepared = backend.prepare(w, {}, t)
         return prepared, prepared.step()
 
-    return memory.measure(work, w, t, order or backend.memory_order(w, {}), threads=1)
+    order = order or backend.memory_order(w, {})
+    return memory.measure(work, w, t, order, threads=1, workspace=workspace)
 
 
 def test_the_peak_counts_what_is_alive_together() -> None:
@@ -58,6 +61,64 @@ def test_a_mask_fits_its_declaration_and_no_less() -> None:
     assert use.declared_order == MemoryOrder.MASK
     assert not use.alarm
     assert measured("sdpa.flash", MemoryOrder.LINEAR, **size).alarm
+
+
+def test_a_declared_workspace_is_allowed_for_and_no_more() -> None:
+    size = {"seqlen_q": 2048, "seqlen_k": 2048, "head_dim": 16}
+    bare = measured("eager", MemoryOrder.LINEAR, **size)
+    missing = bare.extra_bytes - bare.declared_bytes
+    assert missing > 0
+    use = measured("eager", MemoryOrder.LINEAR, workspace=missing + (1 << 20), **size)
+    assert use.declared_bytes == bare.declared_bytes + missing + (1 << 20)
+    assert not use.alarm
+    assert measured("eager", MemoryOrder.LINEAR, workspace=missing // 2, **size).alarm
+
+
+class FakeCuda:
+    """An allocator that caches, on a device on which a library allocates by itself too."""
+
+    def __init__(self) -> None:
+        self.live, self.peak = 1000, 5000
+        self.reserved, self.past = 4096, 0
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None:
+        self.reserved = self.live
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.live
+
+    def memory_allocated(self) -> int:
+        return self.live
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def max_memory_reserved(self) -> int:
+        return self.reserved
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return (1 << 20) - self.reserved - self.past, 1 << 20
+
+    def work(self) -> None:
+        self.live += 200
+        self.peak = self.live + 1800
+        self.reserved = max(self.reserved, self.peak)
+        self.past += 7000
+
+
+def test_a_gpus_peak_has_the_devices_own_figure_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    for name in ("max_memory_allocated", "max_memory_reserved", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    resident, peak, source = memory.device_peak(fake.work)
+    assert (resident, peak) == (1000, 3000)
+    assert source == (
+        "torch.cuda allocator; reserved 3000 bytes; used memory of the device rose by 9000 bytes"
+    )
 
 
 @pytest.mark.parametrize("order", list(MemoryOrder))

@@ -1,8 +1,8 @@
 """How much a call allocates beyond its inputs, and whether that fits what its adapter declares.
 
 On a GPU the allocator's peak counts. On a CPU the allocator's events in torch's profile are added
-up, and the process's peak of resident memory is read beside them, since a library may allocate past
-torch's allocator.
+up. A library may allocate past torch's allocator, so that a figure of the whole is read beside it:
+by how much the device's used memory rose, or the process's peak of resident memory.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def measure(
     order: MemoryOrder,
     *,
     threads: int,
+    workspace: int = 0,
 ) -> MemoryUse:
     """Run preparation and one call, and count.
 
@@ -86,19 +87,13 @@ def measure(
         tensors: its inputs, resident before.
         order: as the adapter declares it.
         threads: of the framework.
+        workspace: bytes of a buffer of fixed size that the adapter declares.
 
     """
     inputs = input_bytes(tensors)
-    declared = allowance(workload, inputs, order, threads=threads)
+    declared = allowance(workload, inputs, order, threads=threads) + workspace
     if tensors.q.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        resident = torch.cuda.memory_allocated()
-        kept = work()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
-        source = f"torch.cuda allocator; reserved {torch.cuda.max_memory_reserved()} bytes"
-        del kept
+        resident, peak, source = device_peak(work)
     else:
         resident = inputs
         allocator_peak(lambda: None)  # the profiler's own memory is not the call's
@@ -116,6 +111,30 @@ def measure(
         declared_bytes=declared,
         source=source,
     )
+
+
+def device_peak(work: Callable[[], object]) -> tuple[int, int, str]:
+    """Return resident and peak bytes of torch's GPU allocator round a call, and the source.
+
+    The source also tells by how much the memory in use on the whole device was higher after the
+    call than before, its results still held: what a library allocated past torch's allocator and
+    kept is in it. Cached blocks are given back first, or the allocator's rise would not show.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    resident = torch.cuda.memory_allocated()
+    free_before, _ = torch.cuda.mem_get_info()
+    kept = work()
+    torch.cuda.synchronize()
+    free_after, _ = torch.cuda.mem_get_info()
+    peak = torch.cuda.max_memory_allocated()
+    del kept
+    source = (
+        f"torch.cuda allocator; reserved {torch.cuda.max_memory_reserved()} bytes; "
+        f"used memory of the device rose by {max(0, free_before - free_after)} bytes"
+    )
+    return resident, peak, source
 
 
 def allocator_peak(work: Callable[[], object]) -> int:

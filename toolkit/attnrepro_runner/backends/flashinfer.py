@@ -57,6 +57,8 @@ class Flashinfer:
 
     name = "flashinfer"
     empty_row_lse = -math.inf
+    workspace_bytes = _WORKSPACE_BYTES
+    """Of the buffer that each wrapper plans in; the memory's allowance counts it."""
     option_names = frozenset({"implementation"})
 
     def availability(self) -> Availability:

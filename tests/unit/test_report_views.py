@@ -166,6 +166,24 @@ def test_report_goes_to_a_file(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_report_writes_over_no_device_link_or_folder(
+    kind: str, verified: Verified, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / kind
+    if kind == "fifo":
+        os.mkfifo(target)
+    elif kind == "link":
+        target.symlink_to(tmp_path / "gone")
+    else:
+        target.mkdir()
+    arguments = ["report", str(tmp_path / "tiny.attnrepro"), "-o", str(target), "--force"]
+    assert main.run(arguments) == 2
+    assert "no regular file" in capsys.readouterr().err
+    assert target.is_symlink() == (kind == "link")
+    assert not (tmp_path / "gone").exists()
+
+
 def test_report_of_a_damaged_file_is_rejected(
     verified: Verified, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,8 +153,11 @@ def test_existing_output_is_refused_before_the_run(tmp_path: Path) -> None:
 
 def test_output_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
     engine = FakeEngine()
-    with pytest.raises(UsageError, match="cannot write to"):
-        make(tmp_path, engine=engine, output=tmp_path / "no" / "such" / "x.attnrepro")
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for output in ("no/such/x.attnrepro", "file/x", "folder", "x" * 245, "x" * 5000):
+        with pytest.raises(UsageError):
+            make(tmp_path, engine=engine, output=tmp_path / output, replace=True)
     assert engine.specs == []
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.compare import published, statistics
 from attnrepro.compare.statistics import Verdict
-from attnrepro.errors import AttnreproError
+from attnrepro.errors import AttnreproError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -171,11 +171,11 @@ def measure(*, engine: Engine, images: ImageSource, progress: Callable[[str], No
 def from_samples(document: Mapping[str, Any]) -> list[Noise]:
     """A/A of a job that the runner's `fidelity --samples` made, one a cell.
 
-    Raises AttnreproError where the document is another, or has too few launches.
+    Raises UsageError where the document is another, AttnreproError with too few launches.
     """
-    if document.get("schema") != "attnrepro.aa/1":
+    if not isinstance(document, dict) or document.get("schema") != "attnrepro.aa/1":
         message = "the file holds no samples of `attnrepro_runner fidelity --samples`"
-        raise AttnreproError(message)
+        raise UsageError(message, hint="name the file that --samples wrote")
     found = []
     for cell in sorted({one["cell"] for one in document["series"]}):
         sides = []

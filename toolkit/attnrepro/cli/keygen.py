@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from attnrepro.artifact import keys, trust
 from attnrepro.artifact.public_key import Algorithm
 from attnrepro.cli.output import emit
+from attnrepro.errors import UsageError
 
 
 def keygen(
@@ -28,7 +30,7 @@ def keygen(
     The key lies in the state folder with mode 0600. $ATTNREPRO_KEY names another one.
     """
     if use is not None:
-        signer = keys.adopt(use, lambda: str(typer.prompt("passphrase", hide_input=True)))
+        signer = keys.adopt(use, lambda: str(typer.prompt("passphrase", hide_input=True, err=True)))
     else:
         secret = _new_passphrase() if passphrase else None
         signer = keys.create(algorithm, passphrase=secret)
@@ -52,4 +54,7 @@ def keygen(
 
 
 def _new_passphrase() -> str:
-    return str(typer.prompt("passphrase", hide_input=True, confirmation_prompt=True))
+    if not sys.stdin.isatty():
+        message = "--passphrase asks for one, and there is no terminal"
+        raise UsageError(message, hint="set $ATTNREPRO_KEY_PASSPHRASE only to use such a key")
+    return str(typer.prompt("passphrase", hide_input=True, confirmation_prompt=True, err=True))

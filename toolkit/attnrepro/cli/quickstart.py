@@ -31,7 +31,11 @@ def quickstart(
     """
     from attnrepro import quickstart as library
     from attnrepro.cli import run as run_verb
+    from attnrepro.errors import UsageError
 
+    if engine not in (None, "docker", "podman"):
+        message = f"--engine {engine}: quickstart runs in a container"
+        raise UsageError(message, hint="docker or podman; attnrepro run takes --engine host")
     started = library.quickstart(
         folder=folder,
         engine_name=engine,

@@ -208,6 +208,12 @@ def builders() -> Iterator[Check]:
     yield _buildx()
 
 
+BUILDX_HINT: Final = (
+    "install Docker's buildx plugin: the package docker-buildx (Debian 13, Ubuntu 24.04), or "
+    "docker-buildx-plugin of Docker's own archive"
+)
+
+
 def _buildx() -> Check:
     if shutil.which("docker") is None:
         return Check(
@@ -217,8 +223,7 @@ def _buildx() -> Check:
 
     said = output(["docker", "buildx", "version"])
     if said is None:
-        # Debian has it from 13 on.
-        fix = f"{install.command(['docker-buildx'])}; or build with podman"
+        fix = f"{BUILDX_HINT}; or build with podman"
         found = "docker without its buildx plugin"
         return Check(id="builder.buildx", level=Level.WARN, found=found, fix=fix)
     return Check(id="builder.buildx", level=Level.OK, found=" ".join(said.split()[:2]))

@@ -65,7 +65,7 @@ class Buildx:
         plugin = output(["docker", "buildx", "version"])
         if plugin is None:
             message = "docker has no buildx plugin"
-            raise Unavailable(message, hint="apt-get install docker-buildx")
+            raise Unavailable(message, hint="attnrepro doctor names the package; podman builds too")
         server = output(["docker", "version", "--format", "{{.Server.Version}}"])
         if server is None:
             message = "the Docker daemon does not answer"

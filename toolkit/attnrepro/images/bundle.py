@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from attnrepro import resources
 from attnrepro.errors import BuildFailed, Unavailable, UsageError
 from attnrepro.files import atomic_write, sha256_file
-from attnrepro.images import bundle_engine, wheelfiles
+from attnrepro.images import bundle_engine, spec, wheelfiles
 from attnrepro.images.hostrecord import STACK, TWIN
 from attnrepro.images.process import run
 
@@ -171,6 +171,10 @@ def _requirements() -> list[str]:
 def _built(name: str, store: Store) -> ImageRecord:
     stack, _, revision = name.partition("@")
     record = store.find(stack, revision or None)
+    if record is None and stack not in spec.stacks():
+        message = f"there is no stack {stack!r}"
+        hint = f"shipped: {', '.join(spec.stacks())}; and {STACK}, or one you have built"
+        raise UsageError(message, hint=hint)
     if record is None:
         message = f"the image of {name} is not built yet"
         raise Unavailable(message, hint=f"attnrepro build {name}")

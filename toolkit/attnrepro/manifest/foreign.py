@@ -17,7 +17,7 @@ _GROUPS: Final = (
     ),
     (
         "output out out_dir output_dir outdir result results path file pickle data",
-        "take it out: results go where `attnrepro run --out` says, inputs come from the generator",
+        "take it out: results go where `run --output` says, inputs come from the generator",
     ),
     (
         """check checks oracle probes verify skip skip_checks skip_oracle no_oracle enabled disable

@@ -9,10 +9,13 @@ from case_fakes import (
     open_cell,
     own_process,  # noqa: F401 - an autouse fixture
 )
+from host_fakes import tasks
 from numerics_fakes import ReferenceBackend
+from test_results_merge import merged
 from test_runner_timing import FakeDevice, FakeTime, FakeTrace
 
-from attnrepro_runner import clocks, measured
+from attnrepro import schema
+from attnrepro_runner import clocks, measured, worker
 from attnrepro_runner.report import Report
 from attnrepro_runner.status import Status
 
@@ -74,9 +77,37 @@ def test_calls_that_warming_up_repeated_are_no_samples(queue: FakeDevice) -> Non
     clock = cell._clocks["op"]
     assert isinstance(clock, clocks.OpClock)
     assert clock.repeated > 0
+    clock.sleep_ns = clock.LEAST_NS  # so that warming again repeats calls too
+    before = clock.repeated
+    cell.warm_again()
+    assert clock.repeated > before
     block = cell.block(["op"], 4)
     assert block.samples == {"op": [10_000] * 4}
     assert block.repeated == {"op": 0}
+
+
+def test_a_subject_is_warmed_again_before_its_first_block_alone(queue: FakeDevice) -> None:
+    cell, report, _ = open_cell(Queued(queue), ["op"], queue)
+    warmed = dict(report.parts["warmup"])  # type: ignore[call-overload]
+    assert "again" not in warmed
+    one = worker.Service.__new__(worker.Service)
+    one._open = cell
+    one._note = lambda place: None  # type: ignore[method-assign]
+    launched = len(queue.kernels)
+    answers = [one.do_block({"clocks": ["op"], "count": 3, "discard": 1}) for _ in range(2)]
+    assert [answer["samples"] for answer in answers] == [{"op": [10_000] * 4}] * 2
+    report = Report(lambda place: None)
+    cell.close(report)
+    again = report.parts["warmup"].pop("again")  # type: ignore[attr-defined]
+    assert report.parts["warmup"] == warmed
+    assert again["iterations"] == 1  # the least time is nothing here
+    assert len(queue.kernels) >= launched + 8 + 1
+    results = tasks()
+    results[1]["entries"][0]["warmup"] |= {"again": again}
+    assert schema.validate("result", results[1]) == []
+    found = merged(results).observations
+    assert schema.validate("observations", found) == []
+    assert found["cells"][0]["subjects"][0]["warmups"][0]["warmup"]["again"] == again
 
 
 def test_a_first_clock_that_cannot_time_the_call_leaves_the_next(queue: FakeDevice) -> None:

@@ -123,6 +123,13 @@ def test_one_slow_call_ends_the_warm_up_in_time() -> None:
     assert warmed.iterations == timing.WINDOW_CALLS
 
 
+@pytest.mark.parametrize(("call_ns", "calls"), [(30_000_000, 4), (10**9, 1)])
+def test_warming_again_is_bounded(call_ns: int, calls: int) -> None:
+    fake = FakeTime()
+    again = timing.warm_again(fake.take(lambda _: call_ns), seconds=0.1, now=fake.now)
+    assert again == {"duration_ns": calls * call_ns, "iterations": calls}
+
+
 # Clocks on a fake device.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,6 +84,7 @@ class MeasuredCell:
         self._samplers: dict[str, timing.Sampler] = {}
         self._repeated: dict[str, int] = {}
         self._taken: dict[str, list[int]] = {}
+        self._warmup: dict[str, object] = {}
 
     def open(self, report: Report) -> dict[str, int]:
         """Check, warm up; return the clocks that can be read, with the calls of one sample.
@@ -134,6 +136,18 @@ class MeasuredCell:
         self._repeats(list(self._clocks))  # what warming up repeated is no sample's
         return dict.fromkeys(self._clocks, 1)
 
+    def warm_again(self) -> None:
+        """Before the first block, warm up once more for the least time; later, do nothing."""
+        if "again" in self._warmup:
+            return
+        name = next(iter(self._clocks))
+        self._warmup["again"] = {"duration_ns": 0, "iterations": 0}
+        with suppress(clocks.ClockUnavailable):  # the block that follows says so
+            self._warmup["again"] = timing.warm_again(
+                lambda n: self._take(name, n), seconds=self._warmup_seconds()[0]
+            )
+        self._repeats(list(self._clocks))
+
     def block(self, names: Sequence[str], count: int) -> Block:
         """Take a block of samples of each clock, in ns; a clock that fails loses no other's."""
         samples: dict[str, list[int]] = {}
@@ -150,6 +164,7 @@ class MeasuredCell:
 
     def close(self, report: Report) -> None:
         """Look for work that the op clock missed; check the timed binding on data new to it."""
+        report.parts["warmup"] = self._warmup
         report.at("streams")
         for name, clock in self._clocks.items():
             if isinstance(clock, clocks.OpClock) and self._taken.get(name):
@@ -262,14 +277,16 @@ class MeasuredCell:
 
     def _warm(self, report: Report, name: str) -> None:
         """Warm up by the first clock that can time the call; then only touch the others."""
-        if "warmup" in report.parts:
+        if self._warmup:
             self._take(name, timing.WINDOW_CALLS)
             return
+        least, most = self._warmup_seconds()
+        warmed = timing.warm_up(lambda n: self._take(name, n), least_s=least, most_s=most)
+        self._warmup = report.parts["warmup"] = warmed.to_json()
+
+    def _warmup_seconds(self) -> tuple[float, float]:
         least, most = self._shared["timing"].get("warmup_seconds", [0.1, 5])
-        warmed = timing.warm_up(
-            lambda n: self._take(name, n), least_s=float(least), most_s=float(most)
-        )
-        report.parts["warmup"] = warmed.to_json()
+        return float(least), float(most)
 
     def _try(self, report: Report, name: str) -> None:
         try:

@@ -142,3 +142,24 @@ def warm_up(
             return WarmUp(
                 duration_ns=spent, iterations=iterations, stationary=stationary, rule=rule
             )
+
+
+def warm_again(
+    take: Callable[[int], list[int]], *, seconds: float, now: Callable[[], int] = clocks.now
+) -> dict[str, int]:
+    """Call for some time; return `warmup.again` of a result.
+
+    Between a subject's warm-up and its first block the others open the cell: they compile and are
+    held to the oracle, and the device cools. This brings its clocks back.
+
+    Args:
+        take: takes that many samples, in ns.
+        seconds: time after which no further call is begun; there is one in any case.
+        now: a monotonic clock in ns.
+
+    """
+    begin = now()
+    iterations = 0
+    while iterations == 0 or now() - begin < seconds * 1e9:
+        iterations += len(take(1))
+    return {"duration_ns": now() - begin, "iterations": iterations}

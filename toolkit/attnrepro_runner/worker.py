@@ -159,6 +159,7 @@ class Service:
         """Take samples; those that do not count come first."""
         assert self._open is not None
         self._note("sampling")
+        self._open.warm_again()
         count = int(request["discard"]) + int(request["count"])
         begin = clocks.now()
         block = self._open.block(request["clocks"], count)

@@ -76,6 +76,13 @@ SIGNATURES = {
         "disable_scheduler_metadata=False gather_bwd_recompute_p=False "
         "gather_bwd_token_chunk=None"
     ),
+    "torch 2.10.0 varlen_attn": (
+        "query key value cu_seq_q cu_seq_k max_q max_k is_causal=False return_aux=None"
+    ),
+    "torch 2.11.0 varlen_attn": (
+        "query key value cu_seq_q cu_seq_k max_q max_k *, return_aux=None scale=None "
+        "window_size=(-1,-1)"
+    ),
     "torch 2.13.0 varlen_attn": (
         "query key value cu_seq_q cu_seq_k max_q max_k *, return_aux=None scale=None "
         "window_size=(-1,-1) enable_gqa=False seqused_k=None block_table=None num_splits=None"
@@ -404,8 +411,10 @@ def flash_attn_4(calls: list[dict[str, object]]) -> types.ModuleType:
     return module
 
 
-def varlen_attn(calls: list[dict[str, object]], empty_lse: float = math.inf) -> object:
-    """`torch.nn.attention.varlen.varlen_attn` of torch 2.13; other kernels, another empty LSE."""
+def varlen_attn(
+    calls: list[dict[str, object]], empty_lse: float = math.inf, *, release: str = "2.13.0"
+) -> object:
+    """`torch.nn.attention.varlen.varlen_attn`; other kernels, another LSE of an empty row."""
 
     def body(**a: object) -> object:
         window = a["window_size"]
@@ -419,14 +428,14 @@ def varlen_attn(calls: list[dict[str, object]], empty_lse: float = math.inf) -> 
             "empty_lse": empty_lse,
         }
         query, key, value = a["query"], a["key"], a["value"]
-        if a["block_table"] is None:
+        if a.get("block_table") is None:
             out, lse = packed(
                 query,
                 key,
                 value,
                 a["cu_seq_q"],
                 a["cu_seq_k"],
-                a["seqused_k"],
+                a.get("seqused_k"),
                 **rest,  # type: ignore[arg-type]
             )
         else:
@@ -446,7 +455,7 @@ def varlen_attn(calls: list[dict[str, object]], empty_lse: float = math.inf) -> 
             lse = torch.cat([p[1][0] for p in parts], dim=1)
         return (out, lse) if a["return_aux"] is not None else out
 
-    return recorded("torch 2.13.0 varlen_attn", calls, body)
+    return recorded(f"torch {release} varlen_attn", calls, body)
 
 
 class Wrapper:

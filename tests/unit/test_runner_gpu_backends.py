@@ -483,9 +483,9 @@ def test_torch_with_a_later_fa4_is_refused(
 def test_varlen_without_a_parameter_refuses_what_needs_it(
     calls: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale): ...  # type: ignore[no-untyped-def]
-
-    monkeypatch.setattr(importlib.import_module(varlen._MODULE), "varlen_attn", older)
+    module = importlib.import_module(varlen._MODULE)
+    monkeypatch.setattr(module, "varlen_attn", gpu_fakes.varlen_attn(calls, release="2.11.0"))
+    varlen.TorchVarlen().check(workload(heads_kv=4), {})
     with pytest.raises(Unsupported, match="num_splits"):
         varlen.TorchVarlen().check(workload(), {"num_splits": 1})
     cached = workload(phase="decode", seqlen_q=1, cache={"kind": "contiguous"})
@@ -493,6 +493,9 @@ def test_varlen_without_a_parameter_refuses_what_needs_it(
         varlen.TorchVarlen().check(cached, {})
     with pytest.raises(Unsupported, match="enable_gqa"):
         varlen.TorchVarlen().check(workload(), {})
+    monkeypatch.setattr(module, "varlen_attn", gpu_fakes.varlen_attn(calls, release="2.10.0"))
+    with pytest.raises(Unsupported, match="scale"):
+        varlen.TorchVarlen().check(workload(heads_kv=4), {})
 
 
 def test_deterministic_varlen_restores_the_switch(calls: list[dict[str, object]]) -> None:

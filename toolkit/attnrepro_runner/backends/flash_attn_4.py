@@ -185,8 +185,8 @@ def _check_widths(workload: Workload, major: int) -> None:
     width, width_v = workload.head_dim, workload.head_dim_v
     if width % 8 or width_v % 8:
         refuse("head_dim and head_dim_v must be multiples of 8")
-    if major == 9 and not (8 <= width <= 256 and 8 <= width_v <= 256):
-        refuse("head_dim and head_dim_v are at most 256 on compute capability 9.x")
+    if major not in (10, 11) and max(width, width_v) > 256:
+        refuse(f"head_dim and head_dim_v are at most 256 on compute capability {major}.x")
     if major in (10, 11):
         if max(width, width_v) > 128 and (width, width_v) not in _WIDTHS_SM100:
             refuse(

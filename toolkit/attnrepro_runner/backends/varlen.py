@@ -1,9 +1,10 @@
 """`torch.varlen`: torch.nn.attention.varlen.varlen_attn, packed sequences on torch's flash kernels.
 
-The release decides the rest: parameters came one by one (the call is made with those that the
-function has), and from torch 2.14 it runs cuDNN by itself, with a log line alone, where the mask is
-full and cuDNN can. Causal is `window_size=(-1, 0)`; the LSE is (heads, total). `implementation`
-swaps torch's own FlashAttention-2 kernels for FA3 or FA4, process-wide.
+The release decides the rest: parameters came one by one (scale and window with 2.11, grouped heads,
+caches and num_splits with 2.12; the call is made with those that the function has), and from torch
+2.14 it runs cuDNN by itself, with a log line alone, where the mask is full and cuDNN can. Causal is
+`window_size=(-1, 0)`; the LSE is (heads, total). `implementation` swaps torch's own
+FlashAttention-2 kernels for FA3 or FA4, process-wide.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _PATTERNS = {
 _EMPTY_ROW_LSE = {"fa2": math.inf, "fa3": -math.inf, "fa4": -math.inf}
 _T = TypeVar("_T")
 _CUDNN_SINCE = (2, 14)
+_MAX_SPLITS = 128
 _FOUR_VALUES_SINCE = (4, 0, 0, 19)
 """flash-attn-4 from which `_flash_attn_fwd` returns more than the two values torch unpacks."""
 
@@ -115,6 +117,8 @@ class TorchVarlen:
         if not workload.is_packed:
             check_packed_view(workload)
         for needed, parameter in (
+            (True, "scale"),
+            (True, "window_size"),
             (workload.cache is not None, "seqused_k"),
             (workload.cache is not None and workload.cache.page_size is not None, "block_table"),
             ("num_splits" in options, "num_splits"),
@@ -129,6 +133,9 @@ class TorchVarlen:
         if workload.cache is not None and workload.cache.append_in_call:
             refuse("varlen_attn does not append to a cache")
         check_implementation(options)
+        splits = integer(options, "num_splits")
+        if splits is not None and splits > _MAX_SPLITS:
+            refuse(f"num_splits is at most {_MAX_SPLITS}")
         if picks_cudnn(workload, options):
             refuse(
                 f"torch {torch.__version__} runs cuDNN here, not flash; num_splits: 1 keeps flash"

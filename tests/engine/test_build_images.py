@@ -273,3 +273,18 @@ def test_a_base_by_digest_from_a_registry(
         "reference": "docker.io/a/b:1",
         "digest": pin["digest"],
     }
+
+
+@pytest.mark.timeout(1200)
+def test_the_cpu_stack_is_one_image_by_either_engine() -> None:
+    """Two uncached builds of the shipped stack, by Docker and by podman: one manifest digest."""
+    store = Store()
+    if (first := store.find("cpu-torch2.13")) is None:
+        pytest.skip("the image cpu-torch2.13 is not built here")
+    if (found := engines()) != list(builders.ENGINES):
+        pytest.skip(f"NOT CHECKED: docker against podman; this machine has {found}")
+    by = first.document["builder"]["name"]
+    other = "docker" if by == "podman" else "podman"
+    again = build("cpu-torch2.13", store=store, engine=other, no_cache=True, progress=quiet)
+    assert again.document["builder"]["name"] != by
+    assert again.manifest_digest == first.manifest_digest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attnrepro_runner import kernels, toolchain
+from attnrepro_runner import caches, kernels, toolchain
 from attnrepro_runner.backends.base import KernelPattern
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def no_memory() -> None:
 def test_code_in_any_cache_is_digested_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for n, name in enumerate(toolchain.CACHES):
+    for n, name in enumerate(caches.VARIABLES):
         monkeypatch.setenv(name, str(tmp_path / str(n)))
     assert toolchain.code_digests() == ()
     (tmp_path / "0/aa").mkdir(parents=True)
@@ -67,3 +67,16 @@ def test_a_compiler_that_is_not_there_is_left_out(
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "gone"))
     assert "c++" not in toolchain.versions()
+
+
+def test_caches_lie_at_one_path_unless_another_run_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
+    first, second = caches.make_root(), caches.make_root()
+    assert first == tmp_path / "attnrepro-caches"
+    assert second.parent == tmp_path
+    assert second != first
+    assert first.stat().st_mode & 0o077 == 0
+    assert set(caches.environment(first)) == set(caches.VARIABLES)

@@ -18,7 +18,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
-from attnrepro_runner import __version__, counters, energy, finish, interleave, limits, profiles
+from attnrepro_runner import (
+    __version__,
+    caches,
+    counters,
+    energy,
+    finish,
+    interleave,
+    limits,
+    profiles,
+)
 from attnrepro_runner.device import Device
 from attnrepro_runner.elapsed import elapsed_ns
 from attnrepro_runner.job import BadJob, Job, Task, load
@@ -43,15 +52,6 @@ INTERNAL: Final = 70
 COUNTED: Final = (sys.executable, "-P", "-m", "attnrepro_runner", "count")
 
 _SETTLED: Final = {status.value for status in STOPS_MEASURING}
-
-
-COMPILE_CACHES: Final = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "CUDA_CACHE_PATH": "cuda",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cute",
-}
-"""Variable to folder, below a folder of this run's own."""
 
 
 class _Stopped(BaseException):
@@ -120,7 +120,7 @@ class Coordinator:
     def __enter__(self) -> Coordinator:
         """Make the folder of compile caches, open the device."""
         self._exit = ExitStack()
-        self._caches = Path(tempfile.mkdtemp(prefix="attnrepro-"))
+        self._caches = caches.make_root()
         self._exit.callback(shutil.rmtree, self._caches, ignore_errors=True)
         self._device = Device(self._job.vendor, self._threads)
         self._exit.callback(self._device.close)
@@ -228,7 +228,7 @@ class Coordinator:
 
     def _count(self, task: Task, entries: list[dict[str, Any]]) -> None:
         """Counters: a process under ncu for every cell and subject."""
-        environment, _ = self._worker_environment("native", self._caches / "shared")
+        environment, _ = self._worker_environment("native", self._caches / "counters")
         for subject in self._measured_subjects(task):
             for cell in self._cells(task, subject, entries):
                 left = self._deadline - time.monotonic()
@@ -356,10 +356,10 @@ class Coordinator:
         profile = "native"
         if kind == "check" and self._job.vendor == "cpu":
             profile = str(self._job.shared["bits"].get("profile", "native"))
-        caches = self._caches / "shared"
+        folder = self._caches / "subjects" / subject
         if kind == "cold":
-            caches = Path(tempfile.mkdtemp(prefix="cold-", dir=self._caches))
-        environment, recorded = self._worker_environment(profile, caches)
+            folder = Path(tempfile.mkdtemp(prefix="cold-", dir=self._caches))
+        environment, recorded = self._worker_environment(profile, folder)
         worker = WorkerProcess(
             environment=environment,
             log=self._folder.log(task.id, subject),
@@ -369,7 +369,7 @@ class Coordinator:
         return worker, {"profile": profile, "caches": kind, **recorded}
 
     def _worker_environment(
-        self, profile: str, caches: Path
+        self, profile: str, folder: Path
     ) -> tuple[dict[str, str], dict[str, str]]:
         environment, recorded = profiles.worker_environment(
             os.environ,
@@ -378,7 +378,7 @@ class Coordinator:
             device="cpu" if self._job.vendor == "cpu" else "cuda",
             flags=self._flags,
         )
-        environment |= {name: str(caches / part) for name, part in COMPILE_CACHES.items()}
+        environment |= caches.environment(folder)
         return environment, recorded
 
 

@@ -17,19 +17,10 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from attnrepro_runner import libraries
+from attnrepro_runner import caches, libraries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-CACHES: Final = (
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-    "FLASHINFER_WORKSPACE_BASE",
-)
-"""Variables that name the folders into which compilers write."""
 
 _DISTRIBUTIONS: Final = (
     "triton",
@@ -61,7 +52,7 @@ def versions() -> dict[str, str]:
 
 def compiled() -> list[Path]:
     """Every file of machine code in this process's compile caches."""
-    folders = {Path(os.environ[name]) for name in CACHES if name in os.environ}
+    folders = {Path(os.environ[name]) for name in caches.VARIABLES if name in os.environ}
     return sorted(
         {p for folder in folders for p in folder.rglob("*") if p.suffix in _CODE and p.is_file()}
     )

@@ -20,9 +20,11 @@ import torch
 from attnrepro_runner.semantics import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import pytest
+
+    Drops = Collection[str]
 
 SIGNATURES = {
     "flash-attn 2.8.3 flash_attn_func": (
@@ -277,17 +279,18 @@ def cached(
     return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
 
 
-def flash_attn_2(calls: list[dict[str, object]]) -> types.ModuleType:
-    """`flash_attn.flash_attn_interface` of 2.8.3."""
+def flash_attn_2(calls: list[dict[str, object]], drops: Drops = ()) -> types.ModuleType:
+    """`flash_attn.flash_attn_interface` of 2.8.3; its ROCm builds drop what `drops` names."""
     module = types.ModuleType("flash_attn.flash_attn_interface")
 
     def rest(a: dict) -> dict[str, object]:
-        low, high = minus_one_is_open(a["causal"], a["window_size"])
+        window = (-1, -1) if "window" in drops else a["window_size"]
+        low, high = minus_one_is_open(a["causal"], window)
         return {
             "scale": a["softmax_scale"],
             "low": low,
             "high": high,
-            "softcap": a["softcap"],
+            "softcap": 0.0 if "softcap" in drops else a["softcap"],
             "slopes": a["alibi_slopes"],
             "empty_lse": math.inf,
         }
@@ -328,44 +331,55 @@ def flash_attn_2(calls: list[dict[str, object]]) -> types.ModuleType:
     return module
 
 
-def flash_attn_3(calls: list[dict[str, object]]) -> types.ModuleType:
-    """`fa3_fwd_interface` of 0.0.3."""
+def flash_attn_3(calls: list[dict[str, object]], drops: Drops = ()) -> types.ModuleType:
+    """`fa3_fwd_interface` of 0.0.3; `drops` names features that it takes and does not have."""
     module = types.ModuleType("fa3_fwd_interface")
 
     def rest(a: dict) -> dict[str, object]:
-        low, high = minus_one_is_open(a["causal"], a["window_size"])
+        window = (-1, -1) if "LOCAL" in drops else a["window_size"]
+        low, high = minus_one_is_open(a["causal"], window)
         return {
             "scale": a["softmax_scale"],
             "low": low,
             "high": high,
-            "softcap": a["softcap"],
+            "softcap": 0.0 if "SOFTCAP" in drops else a["softcap"],
             "slopes": None,
             "empty_lse": -math.inf,
         }
 
     def func(**a: object) -> object:
-        out, lse = dense(a["q"], a["k"], a["v"], **rest(a))  # type: ignore[arg-type]
+        q, k, v = a["q"], a["k"], a["v"]
+        if "FP16" in drops:
+            q, k, v = (t.bfloat16().to(t.dtype) for t in (q, k, v))  # type: ignore[attr-defined]
+        out, lse = dense(q, k, v, **rest(a))  # type: ignore[arg-type]
+        if "BACKWARD" in drops:
+            out = out.detach() + 0 * out
         return (out, lse) if a["return_attn_probs"] else out
 
     def varlen(**a: object) -> object:
+        bounds = [a["cu_seqlens_q"], a["cu_seqlens_k"]]
+        if "VARLEN" in drops:
+            bounds = [t[[0, -1]] for t in bounds]  # type: ignore[index]
         out, lse = packed(
             a["q"],
             a["k"],
             a["v"],
-            a["cu_seqlens_q"],
-            a["cu_seqlens_k"],
+            *bounds,
             **rest(a),  # type: ignore[arg-type]
         )
         return (out, lse) if a["return_attn_probs"] else out
 
     def kvcache(**a: object) -> object:
-        used = append_to_cache(a, a["page_table"])
+        table = a["page_table"]
+        if "PAGEDKV" in drops:
+            table = torch.arange(table.numel()).view_as(table)  # type: ignore[attr-defined]
+        used = a["cache_seqlens"] if "APPENDKV" in drops else append_to_cache(a, table)  # type: ignore[arg-type]
         out, lse = cached(
             a["q"],
             a["k_cache"],
             a["v_cache"],
             used,
-            a["page_table"],
+            table,
             **rest(a),  # type: ignore[arg-type]
         )
         return (out, lse, None, None) if a["return_softmax_lse"] else out

@@ -156,14 +156,40 @@ def test_a_series_goes_on_where_a_source_fails(machine: Path) -> None:
     assert document["columns"] == ["elapsed_ns", "x", *telemetry.CpuSource.columns]
 
 
-def test_a_long_series_halves_its_rate(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "ROWS_LIMIT", 8)
-    recorder = telemetry.Recorder([telemetry.CpuSource(machine)], period_s=0.001)
-    with recorder:
-        time.sleep(0.1)
+def test_a_long_series_keeps_its_rate_and_thins_its_oldest_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(telemetry, "ROWS_LIMIT", 80)
+    recorder = telemetry.Recorder([])
+    recorder._began = recorder._ended = 0
+    step = round(telemetry.PERIOD_S * 1e9)
+    for n in range(1000):
+        recorder._keep([n * step])
+        assert len(recorder._rows) < 80
+        # What a cell's conditions come from is whole: the last half of what is kept.
+        if n >= 40:
+            assert recorder.conditions((n - 38) * step, n * step).rows == 40
     document = recorder.document()
-    assert len(document["rows"]) < 8  # type: ignore[arg-type]
-    assert document["period_ns"] > 1_000_000  # type: ignore[operator]
+    rows = document["rows"]
+    assert isinstance(rows, list)
+    assert len(rows) + document["dropped"] == 1000  # type: ignore[operator]
+    assert document["period_ns"] == step
+    assert rows[0] == [0]
+    assert rows == sorted(rows)
+
+
+def test_a_task_of_hours_is_read_at_twenty_hertz_at_least() -> None:
+    assert telemetry.PERIOD_S <= 1 / 20
+    assert telemetry.ROWS_LIMIT * telemetry.PERIOD_S >= 5 * 3600
+
+
+def test_equal_values_are_kept_once() -> None:
+    recorder = telemetry.Recorder([])
+    for n in range(3):
+        recorder._keep([n, int("1980000"), "software_power_cap idle"[:18]])
+    first, *others = recorder._rows
+    assert all(row[1] is first[1] and row[2] is first[2] for row in others)
+    assert [row[0] for row in recorder._rows] == [0, 1, 2]
 
 
 def test_reading_costs_less_than_a_hundredth_of_a_core() -> None:

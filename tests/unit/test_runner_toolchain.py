@@ -28,11 +28,12 @@ def test_code_in_any_cache_is_digested_once(
     (tmp_path / "0/aa").mkdir(parents=True)
     (tmp_path / "1/bb").mkdir(parents=True)
     (tmp_path / "0/aa/kernel.cubin").write_bytes(b"one")
-    (tmp_path / "1/bb/main.so").write_bytes(b"two")
-    (tmp_path / "1/bb/copy.so").write_bytes(b"one")
+    (tmp_path / "1/bb/main.hsaco").write_bytes(b"two")
+    (tmp_path / "1/bb/copy.cubin").write_bytes(b"one")
     (tmp_path / "1/bb/source.cpp").write_bytes(b"three")
     wanted = tuple(sorted(hashlib.sha256(data).hexdigest() for data in (b"one", b"two")))
     assert toolchain.code_digests() == wanted
+    assert len(toolchain.compiled()) == 4
     seen = kernels.Seen(operators={"aten::mm": 1})
     pattern = KernelPattern(family="x", must=("mm",))
     judged = kernels.judge(seen, pattern, cubins=toolchain.code_digests())

@@ -20,8 +20,8 @@ def make_root() -> Path:
     """Make the folder of this run's caches.
 
     Compilers write the path of their cache into the code (inductor's libraries on a CPU: measured),
-    so that code with equal digests needs equal paths: in a container, whose /tmp is its own, the
-    path is always the same one.
+    so that equal digests need equal paths: in a container, whose /tmp is its own, it is always the
+    same one.
     """
     usual = Path(tempfile.gettempdir()) / "attnrepro-caches"
     try:

@@ -9,7 +9,7 @@ import torch
 
 from attnrepro_runner import guards, mathflags, views
 from attnrepro_runner.backends import registry
-from attnrepro_runner.backends.base import Unsupported, empty_row_lse
+from attnrepro_runner.backends.base import Unsupported, empty_row_lse, import_modules
 from attnrepro_runner.semantics import Workload, WorkloadError
 
 if TYPE_CHECKING:
@@ -83,6 +83,10 @@ class Subject:
     def empty_row_lse(self) -> float:
         """LSE that the backend gives to a row that attends nothing, under the subject's options."""
         return empty_row_lse(self.backend, self.options)
+
+    def import_library(self) -> None:
+        """Import the backend's library; where it cannot be, its availability says why."""
+        import_modules(self.backend, self.options)
 
     def accept(self, workload: Workload) -> None:
         """Set the math flags and find out whether the call can be made with full semantics.

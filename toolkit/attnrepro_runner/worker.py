@@ -66,7 +66,7 @@ class Service:
             return {"failed": {"status": report.status.value, "reason": str(report.reason)}}
 
     def do_hello(self, request: Mapping[str, Any]) -> dict[str, object]:
-        """Import torch and the adapter; say what came up."""
+        """Import torch, the adapter and its library; say what came up."""
         self._note("import")
         begin = clocks.now()
         import torch
@@ -80,6 +80,7 @@ class Service:
         torch.set_num_threads(threads)
         begin = clocks.now()
         self._subject = subject.Subject(request["subject"], device, threads)
+        self._subject.import_library()
         self._import_ns += clocks.now() - begin
 
         from attnrepro_runner import flush, mathflags

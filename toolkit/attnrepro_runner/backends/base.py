@@ -7,6 +7,8 @@ is created without importing its library; `availability` imports it.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -124,7 +126,8 @@ class Backend(Protocol):
     """One attention backend of one library release.
 
     An adapter may have `empty_row_lse_of(options) -> float`, where an option changes what
-    `empty_row_lse` says (see `empty_row_lse`).
+    `empty_row_lse` says (see `empty_row_lse`), and `modules(options) -> tuple[str, ...]`, the names
+    of the modules that its calls import (see `import_modules`).
     """
 
     name: str
@@ -180,3 +183,19 @@ def empty_row_lse(backend: Backend, options: Mapping[str, object]) -> float:
     asked: Callable[[Mapping[str, object]], float] | None
     asked = getattr(backend, "empty_row_lse_of", None)
     return backend.empty_row_lse if asked is None else asked(options)
+
+
+def import_modules(backend: Backend, options: Mapping[str, object]) -> None:
+    """Import the library of a backend now, so that no later call pays for it.
+
+    Where that fails, nothing is raised: `availability` says why. It is also what imports the
+    library of an adapter that names no modules.
+    """
+    named: Callable[[Mapping[str, object]], tuple[str, ...]] | None
+    named = getattr(backend, "modules", None)
+    if named is None:
+        backend.availability()
+        return
+    for name in named(options):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)

@@ -57,6 +57,11 @@ class CudnnFrontend:
     empty_row_lse = -math.inf
     option_names = frozenset({"deterministic"})
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the package."""
+        del options
+        return ("cudnn",)
+
     def availability(self) -> Availability:
         """Import the frontend and say which cuDNN it found."""
         version = packages.release(_DISTRIBUTION)

@@ -36,6 +36,11 @@ class EagerBackend:
     empty_row_lse = -math.inf
     option_names: frozenset[str] = frozenset()
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name none: torch is imported before."""
+        del options
+        return ()
+
     def availability(self) -> Availability:
         """Say which torch this is."""
         return libraries.torch_availability()

@@ -68,6 +68,11 @@ class FlashAttention2:
     page_multiple = 256
     max_head_dim = 256
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the interface, which imports the kernels."""
+        del options
+        return (_MODULE,)
+
     def availability(self) -> Availability:
         """Import flash_attn and say what it is."""
         reason = self._reason()

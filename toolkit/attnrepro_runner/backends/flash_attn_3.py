@@ -70,6 +70,11 @@ class FlashAttention3:
     empty_row_lse = -math.inf
     option_names = frozenset({"deterministic", "num_splits", "pack_gqa"})
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the interface of either build; the one that is not there is not imported."""
+        del options
+        return tuple(build.interface for build in _BUILDS)
+
     def availability(self) -> Availability:
         """Import the one build that is installed and say what it is."""
         builds = _installed()

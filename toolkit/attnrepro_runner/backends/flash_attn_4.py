@@ -57,6 +57,11 @@ class FlashAttention4:
     empty_row_lse = -math.inf
     option_names = frozenset({"deterministic", "num_splits", "pack_gqa"})
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the interface (about 12 s)."""
+        del options
+        return (_MODULE,)
+
     def availability(self) -> Availability:
         """Import it (about 12 s) and say what it is."""
         version = packages.release(_DISTRIBUTION)

@@ -61,6 +61,11 @@ class Flashinfer:
     """Of the buffer that each wrapper plans in; the memory's allowance counts it."""
     option_names = frozenset({"implementation"})
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the package."""
+        del options
+        return ("flashinfer",)
+
     def availability(self) -> Availability:
         """Import flashinfer and say what it is."""
         version = packages.release(_DISTRIBUTION)

@@ -47,6 +47,11 @@ class FlexBackend:
         """Compile nothing yet."""
         self._graph: _Graph | None = None
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the module within torch."""
+        del options
+        return ("torch.nn.attention.flex_attention",)
+
     def availability(self) -> Availability:
         """Say which torch this is, and whether a compiler is there."""
         found = libraries.torch_availability()

@@ -83,6 +83,11 @@ class SdpaBackend:
     empty_row_lse = 0.0
     option_names: frozenset[str] = frozenset()
 
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name none: torch is imported before."""
+        del options
+        return ()
+
     def availability(self) -> Availability:
         """Say which torch this is."""
         return libraries.torch_availability()
@@ -90,10 +95,7 @@ class SdpaBackend:
     def check(self, workload: Workload, options: Mapping[str, object]) -> None:
         """Refuse by what the function has no argument for, then ask torch with a small call."""
         torchcalls.check_shared(workload, options)
-        for value, what in (
-            (workload.softcap, "softcap"),
-            (workload.alibi, "ALiBi"),
-        ):
+        for value, what in ((workload.softcap, "softcap"), (workload.alibi, "ALiBi")):
             if value is not None:
                 message = f"F.scaled_dot_product_attention has no {what} argument"
                 raise Unsupported(message)

@@ -53,6 +53,7 @@ _PATTERNS = {
     "fa4": r"FlashAttention(Forward|Backward)Sm|flash_fwd_sm|flash_bwd_sm",
 }
 _EMPTY_ROW_LSE = {"fa2": math.inf, "fa3": -math.inf, "fa4": -math.inf}
+_LIBRARIES = {"fa2": (), "fa3": ("flash_attn_interface",), "fa4": ("flash_attn.cute.interface",)}
 _T = TypeVar("_T")
 _CUDNN_SINCE = (2, 14)
 _MAX_SPLITS = 128
@@ -70,6 +71,10 @@ class TorchVarlen:
     def empty_row_lse_of(self, options: Mapping[str, object]) -> float:
         """Return the LSE of a row that attends nothing: torch hands on what the kernels give."""
         return _EMPTY_ROW_LSE[str(options.get("implementation", "fa2"))]
+
+    def modules(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """Name the module within torch, and the library whose kernels it is to swap in."""
+        return (_MODULE, *_LIBRARIES[str(options.get("implementation", "fa2"))])
 
     def availability(self) -> Availability:
         """Say which torch this is, and which parameters its function has."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 PERIOD_S: Final = 0.04
 ROWS_LIMIT: Final = 500_000
-"""Rows kept of a task: 5.5 hours at 25 Hz, 170 MB of a GPU's. Readings go on at 25 Hz however long the
-task is; beyond the limit every second row of the older half is dropped, so that at least the last
-2.7 hours, and with them every cell's own time, are whole. Each row has its time, and the number of
-rows that were dropped is in the document."""
+"""Rows kept of a task: 5.5 hours at 25 Hz, 170 MB of a GPU's. Readings go on at 25 Hz however long
+the task is; beyond the limit every second row of the older half is dropped, so that at least the
+last 2.7 hours, and with them every cell's own time, are whole. Each row has its time, and the
+number of rows that were dropped is in the document."""
 
 Value = int | str | None
 

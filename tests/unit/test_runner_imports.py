@@ -11,7 +11,7 @@ import pytest
 import torch
 from numerics_fakes import ReferenceBackend
 
-from attnrepro_runner import worker
+from attnrepro_runner import caches, toolchain, worker
 from attnrepro_runner.backends import base, registry
 
 if TYPE_CHECKING:
@@ -78,3 +78,23 @@ def test_an_adapter_that_names_no_modules_is_asked_for_its_availability() -> Non
 
     base.import_modules(Own(), {})
     assert asked == ["availability"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"),
+        *("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"),
+    ],
+)
+def test_what_a_library_compiles_goes_into_the_runs_own_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache below the home folder would outlive the cold start that is to be cold."""
+    folder = Path(caches.environment(tmp_path)[name])
+    assert folder.is_relative_to(tmp_path)
+    monkeypatch.setenv(name, str(folder))
+    code = folder / "below" / "kernel.so"
+    code.parent.mkdir(parents=True)
+    code.write_bytes(b"\x7fELF")
+    assert code in toolchain.compiled()

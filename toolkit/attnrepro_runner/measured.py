@@ -267,6 +267,9 @@ class MeasuredCell:
         report.at("request")
         try:
             found = requested.build(self._subject, self._cell, wanted, self._device, self._flush)
+        except requested.WrongOutput as error:
+            report.demand(Status.INCORRECT, f"request: {error}")
+            return
         except requested.NoRequest as error:
             report.demand(Status.INCONCLUSIVE, f"clock request: {error}")
             return

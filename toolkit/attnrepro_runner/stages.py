@@ -237,6 +237,7 @@ def measure_memory(subject: Subject, cell: Cell, report: Report) -> None:
         tensors,
         subject.backend.memory_order(workload, subject.options),
         threads=subject.threads,
+        workspace=getattr(subject.backend, "workspace_bytes", 0),
     )
     report.parts["memory"] = used.to_json()
     if used.alarm:

@@ -55,7 +55,7 @@ def test_the_reference_repeats_here_or_is_said_to_be_out_of_scope(
     engine: str, tmp_path: Path
 ) -> None:
     reference = QUICKSTART / "reference.attnrepro"
-    arguments = ["--engine", engine, "--yes", "--json", "-o", "again.attnrepro"]
+    arguments = ["--engine", engine, "--json", "-o", "again.attnrepro"]
     done = attnrepro("rerun", str(reference), *arguments, folder=tmp_path)
     if done.returncode == 8:
         problem = json.loads(done.stdout or done.stderr[done.stderr.index("{") :])

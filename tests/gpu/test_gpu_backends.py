@@ -142,9 +142,7 @@ def test_named_kernels_run_and_are_right(backend: str, cell: str) -> None:
         report = judge.check(outputs, empty_row_lse=subject.empty_row_lse)
         assert report.ok, report.reason()
         if workload.has_backward:
-            alone = judge.check(
-                prepared.backward_step(), empty_row_lse=subject.empty_row_lse
-            )
+            alone = judge.check(prepared.backward_step(), empty_row_lse=subject.empty_row_lse)
             assert alone.ok, alone.reason()
 
 

@@ -209,7 +209,14 @@ def test_a_subject_whose_start_fails_twice_is_given_up() -> None:
     assert [record["restarts"] for record in team.records] == [0, 1]
 
 
-def test_workers_import_side_by_side() -> None:
+@pytest.mark.parametrize(
+    ("cores", "wanted"),
+    [
+        (2, ["x begins", "y begins", "x awaited", "y awaited"]),
+        (1, ["x begins", "x awaited", "y begins", "y awaited"]),
+    ],
+)
+def test_workers_import_side_by_side_where_there_are_cores(cores: int, wanted: list[str]) -> None:
     order: list[str] = []
 
     class Greeting(FakeWorker):
@@ -227,8 +234,8 @@ def test_workers_import_side_by_side() -> None:
 
     found = document([cell(0, ["x", "y"])], {"x": "eager", "y": "eager"}, ["launch-0"])
     team = Team(_load(found), start=lambda subject, _kind: (Greeting(subject), {}))
-    team.start_all(["x", "y"], "native")
-    assert order == ["x begins", "y begins", "x awaited", "y awaited"]
+    team.start_all(["x", "y"], "native", cores=cores)
+    assert order == wanted
 
 
 def test_a_backend_that_is_not_there_is_given_up_at_once() -> None:

@@ -209,8 +209,9 @@ class Coordinator:
         """Check, memory: one worker after the other, all cells of each."""
         kind = "check" if task.stage == "check" else "native"
         if kind == "check" and self._job.vendor != "cpu":
-            # Nothing is timed or counted here, and a GPU's host has cores to import on.
-            team.start_all([s for s in task.subjects if self._cells(task, s, [])], kind)
+            # Nothing is timed or counted here.
+            wanted = [s for s in task.subjects if self._cells(task, s, [])]
+            team.start_all(wanted, kind, cores=_usable_cpus())
         for subject in self._measured_subjects(task):
             for cell in self._cells(task, subject, entries):
                 team.new_cell()
@@ -257,7 +258,7 @@ class Coordinator:
         """Launch: all subjects alive, cells in seeded order, blocks interleaved."""
         subjects = self._measured_subjects(task)
         todo = {s: {c["id"] for c in self._cells(task, s, entries)} for s in subjects}
-        team.start_all([s for s in subjects if todo[s]], "native")
+        team.start_all([s for s in subjects if todo[s]], "native", cores=_usable_cpus())
         if self._ceilings is None:
             self._measure_ceilings(team, [s for s in subjects if todo[s]])
         cells = {cell["id"]: cell for cell in self._job.cells}

@@ -57,11 +57,17 @@ class Team:
         self.flush: dict[str, str] = {}
         self.digests: dict[str, object] = {}
 
-    def start_all(self, subjects: Sequence[str], kind: str) -> None:
-        """Start several workers at once, so that they import side by side, then wait for each."""
+    def start_all(self, subjects: Sequence[str], kind: str, *, cores: int) -> None:
+        """Start several workers: side by side on as many cores, else one after the other.
+
+        Two that import torch on one core take 6 to 8 s together, one after the other 3.5 s.
+        """
+        if cores >= len(subjects):
+            for subject in subjects:
+                self._begin(subject, kind)
         for subject in subjects:
-            self._begin(subject, kind)
-        for subject in subjects:
+            if subject not in self._members:
+                self._begin(subject, kind)
             self._greet(subject)
 
     def ask(

@@ -15,7 +15,7 @@ import warnings
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
-from torch.nn.attention import SDPBackend, bias
+from torch.nn.attention import SDPBackend
 
 from attnrepro_runner import libraries
 from attnrepro_runner.backends import torchcalls
@@ -149,7 +149,7 @@ class SdpaBackend:
             )
             mask: torch.Tensor | None = None
             if _is_lower_right(self.kind, workload, group):
-                mask = bias.causal_lower_right(seqlen_q, seqlen_k)
+                mask = _lower_right(seqlen_q, seqlen_k)
             elif not _needs_no_tensor(workload, group):
                 mask = torch.zeros(seqlen_q, seqlen_k, dtype=dtype, device=device)
             causal = mask is None and torchcalls.is_top_left_causal(workload, group.first)
@@ -183,7 +183,7 @@ class SdpaPrepared(torchcalls.TorchPrepared):
         for group in torchcalls.groups(workload):
             if _is_lower_right(kind, workload, group):
                 self.causal[group] = False
-                self.masks[group] = bias.causal_lower_right(group.seqlen_q, group.seqlen_k)
+                self.masks[group] = _lower_right(group.seqlen_q, group.seqlen_k)
                 continue
             tensor_free = _needs_no_tensor(workload, group)
             self.causal[group] = tensor_free and not torchcalls.attends_everything(
@@ -362,6 +362,12 @@ def _needs_no_tensor(workload: Workload, group: Group) -> bool:
     return torchcalls.attends_everything(workload, group.first) or torchcalls.is_top_left_causal(
         workload, group.first
     )
+
+
+def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    from torch.nn.attention import bias  # it imports the compiler: 3 s that few calls need
+
+    return bias.causal_lower_right(seqlen_q, seqlen_k)
 
 
 def _on_gpu() -> bool:

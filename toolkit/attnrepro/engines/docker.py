@@ -206,8 +206,8 @@ class DockerEngine:
         from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
         try:
+            knock(self._url)
             if self._api is None:
-                knock(self._url)
                 # Not the SDK's own "auto", which leaks its connection where the answer is bad.
                 with connection(self._url, ANY_API) as client:
                     self._api = str(client.version(api_version=False)["ApiVersion"])

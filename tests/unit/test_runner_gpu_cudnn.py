@@ -7,6 +7,7 @@ import sys
 import cudnn_fake
 import pytest
 import torch
+from gpu_fakes import workload
 
 from attnrepro_runner import models, oracle, requests
 from attnrepro_runner.backends import registry
@@ -23,20 +24,6 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> cudnn_fake.Cudnn:
     fake = cudnn_fake.Cudnn()
     monkeypatch.setitem(sys.modules, "cudnn", fake)
     return fake
-
-
-def workload(**changes: object) -> Workload:
-    document = {
-        "phase": "forward",
-        "batch": 2,
-        "seqlen_q": 5,
-        "seqlen_k": 7,
-        "heads_q": 4,
-        "heads_kv": 2,
-        "head_dim": 16,
-        "dtype": "bfloat16",
-    }
-    return Workload.parse(document | changes)
 
 
 def judge(w: Workload, options: dict[str, object] | None = None) -> None:

@@ -83,6 +83,12 @@ def store_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "attnrepro"
 
 
+def shortened(path: Path | str) -> str:
+    """A path as a message shows it: a hostile one may have megabytes."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
 def check_target(path: Path) -> None:
     """Refuse to write over what is no regular file. Raises UsageError."""
     try:
@@ -90,8 +96,7 @@ def check_target(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        name = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
-        message = f"{name}: {error.strerror}"
+        message = f"{shortened(path)}: {error.strerror}"
         raise UsageError(message, hint="--output names a file in another folder") from None
     if not stat.S_ISREG(kind):
         message = f"{path} is there and is no regular file"

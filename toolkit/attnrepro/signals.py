@@ -8,29 +8,38 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
 
 @contextmanager
-def unwound_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does: every temporary file and container goes.
+def handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle signals by `handler` meanwhile.
 
     Only the main thread can set handlers; elsewhere this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def handler(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do what Ctrl-C does: every temporary file and container goes."""
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with handled((signal.SIGTERM, signal.SIGHUP), handler):
+        yield
 
 
 @contextmanager
@@ -39,16 +48,11 @@ def signals_held() -> Iterator[None]:
 
     By handlers, not by a mask: a mask is a thread's own, and the log's thread would take them.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     held: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {s: signal.signal(s, lambda number, _frame: held.append(number)) for s in numbers}
     try:
-        yield
+        with handled(numbers, lambda number, _frame: held.append(number)):
+            yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
         if held:
             signal.raise_signal(held[-1])

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from attnrepro.cli.output import murmur, printable, say
 from attnrepro.errors import AttnreproError, Interrupted, UsageError
+from attnrepro.files import shortened
 
 _PATH_ERRORS: Final = (
     errno.ENAMETOOLONG,
@@ -91,9 +92,8 @@ def _as_known(error: BaseException) -> AttnreproError | None:
             f"no permission for {error.filename}", hint="check its owner and mode, or use another"
         )
     if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
-        path = str(error.filename)
-        shown = path if len(path) <= 200 else f"{path[:200]}…"
-        return UsageError(f"{shown}: {error.strerror}", hint="name another file or folder")
+        message = f"{shortened(error.filename)}: {error.strerror}"
+        return UsageError(message, hint="name another file or folder")
     return None
 
 

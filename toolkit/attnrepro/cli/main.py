@@ -6,7 +6,6 @@ Every error becomes its exit code here (`attnrepro.errors.EXIT_CODES`).
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
@@ -16,7 +15,7 @@ from typer.core import TyperGroup
 
 from attnrepro import __version__
 from attnrepro.cli.failure import report, usage_report
-from attnrepro.cli.output import say, steady_streams
+from attnrepro.cli.output import say, silence, steady_streams
 from attnrepro.signals import unwound_by_signals
 
 if TYPE_CHECKING:
@@ -125,9 +124,7 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Exit as ending:
         return ending.exit_code
     except BrokenPipeError:
-        # The reader of our output has gone (`attnrepro show … | head`): nothing to say, and the
-        # interpreter must not complain when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)  # of typer's own help: our output goes by `say`
         return 0
     except _ClickError as error:
         return usage_report(error, as_json=as_json)

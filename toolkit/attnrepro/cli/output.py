@@ -44,9 +44,9 @@ def say(text: str | bytes) -> None:
             stream.write(text)
         stream.flush()
     except BrokenPipeError:
-        _silence(stream)
+        silence(stream)
     except OSError as error:
-        _silence(stream)
+        silence(stream)
         message = f"cannot write the output: {error.strerror}"
         raise UsageError(message, hint="send it to a file on a disk with room") from None
 
@@ -57,7 +57,7 @@ def murmur(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:
-        _silence(sys.stderr)
+        silence(sys.stderr)
 
 
 def steady_streams() -> None:
@@ -74,7 +74,7 @@ def steady_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _silence(stream: TextIO) -> None:
+def silence(stream: TextIO) -> None:
     """Send the rest to nowhere, so that the interpreter does not complain when it flushes."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

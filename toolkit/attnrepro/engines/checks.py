@@ -208,12 +208,6 @@ def builders() -> Iterator[Check]:
     yield _buildx()
 
 
-BUILDX_HINT: Final = (
-    "install Docker's buildx plugin: the package docker-buildx (Debian 13, Ubuntu 24.04), or "
-    "docker-buildx-plugin of Docker's own archive"
-)
-
-
 def _buildx() -> Check:
     if shutil.which("docker") is None:
         return Check(
@@ -223,7 +217,10 @@ def _buildx() -> Check:
 
     said = output(["docker", "buildx", "version"])
     if said is None:
-        fix = f"{BUILDX_HINT}; or build with podman"
+        fix = (
+            "install Docker's buildx plugin: the package docker-buildx (Debian 13, Ubuntu 24.04), "
+            "or docker-buildx-plugin of Docker's own archive; or build with podman"
+        )
         found = "docker without its buildx plugin"
         return Check(id="builder.buildx", level=Level.WARN, found=found, fix=fix)
     return Check(id="builder.buildx", level=Level.OK, found=" ".join(said.split()[:2]))

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO, Final
 
 from attnrepro.engines.base import ContainerSpec, ExitStatus, Mount
 from attnrepro.errors import ImageDiffers, Interrupted, Unavailable, UsageError
+from attnrepro.signals import handled
 
 if TYPE_CHECKING:
     import subprocess
@@ -162,22 +163,16 @@ def ended_by_signals() -> Iterator[None]:
 
     Only the main thread can set handlers; elsewhere this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handler(number: int, _frame: FrameType | None) -> None:
         raise _Terminated(signal.Signals(number).name)
 
-    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        with handled((signal.SIGTERM, signal.SIGHUP), handler):
+            yield
     except _Terminated as error:
         message = f"stopped by {error}; the container was removed"
         raise Interrupted(message) from None
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 class LogCopy(threading.Thread):

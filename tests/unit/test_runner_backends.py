@@ -404,3 +404,23 @@ def test_gradients_of_nothing_are_zeros(name: str, lengths: tuple[list[int], lis
 )
 def test_flex_matches_the_reference(case: dict[str, Any]) -> None:
     check("flex", workload(**case))
+
+
+def test_flex_without_a_kernel_is_unsupported_and_with_a_bug_crashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor.exc import InductorError
+
+    given = workload(phase="prefill")
+    prepared = registry.load("flex").prepare(given, {}, tensors(given))
+    for said, kind in (
+        ("NoValidChoicesError: No choices to select.", Unsupported),
+        ("LoweringException: IndexError", InductorError),
+    ):
+
+        def compiled(*_a: object, said: str = said, **_k: object) -> None:
+            raise InductorError(RuntimeError(said), None)
+
+        monkeypatch.setattr(prepared._graph, "compiled", compiled)  # type: ignore[attr-defined]
+        with pytest.raises(kind):
+            prepared.step()

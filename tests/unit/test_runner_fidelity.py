@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -281,3 +282,45 @@ def test_a_twin_that_does_not_fit_leaves_the_request_uncompared(
 def test_another_models_attention_is_no_request() -> None:
     with pytest.raises(requested.NoRequest, match="heads_q"):
         built(cell("small_prefill", heads_q=8))
+
+
+def test_others_times_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def do_bench(work: Any, **how: object) -> list[float]:
+        asked.update(how)
+        work()
+        return [0.125, 0.25]
+
+    module = SimpleNamespace(do_bench=do_bench)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=module))
+    monkeypatch.setitem(sys.modules, "triton.testing", module)
+    calls: list[int] = []
+    assert othertimers.do_bench(lambda: calls.append(1)) == [125_000, 250_000]
+    assert asked["return_mode"] == "all"
+    assert calls == [1]
+
+
+def test_a_device_row_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that slows down by the minute reads the same by every timer."""
+    now = [1000]
+
+    def timed(count: int) -> list[int]:
+        now[0] += 100
+        return [now[0]] * count
+
+    class Clock:
+        def take(self, count: int, _following: object) -> list[int]:
+            return timed(count)
+
+    bound = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
+    monkeypatch.setattr(fidelity, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(fidelity, "_bind", lambda _: (bound, [], lambda: None))
+    monkeypatch.setattr("attnrepro_runner.torchdevice.TorchDevice", lambda: None)
+    monkeypatch.setattr("attnrepro_runner.clocks.make", lambda *_: Clock())
+    monkeypatch.setattr(othertimers, "profiler", lambda *_: timed(3))
+    monkeypatch.setattr(othertimers, "do_bench", lambda _: timed(50))
+    row = fidelity._gpu_row(fidelity.cases("nvidia")[0])
+    assert abs(row["kernel/profiler"] - 1) < 0.1
+    assert abs(row["op/do_bench"] - 1) < 0.1
+    assert now[0] == 1000 + 100 * 5 * fidelity.ROUNDS

@@ -137,7 +137,7 @@ QUIETLY = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
 
 def test_a_batch_is_its_pairs() -> None:
-    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=QUIETLY)
+    @settings(max_examples=12, deadline=None, suppress_health_check=QUIETLY)
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         compare(data)

@@ -63,6 +63,16 @@ def test_declared_scales_match(declared: float) -> None:
     assert (found.chosen, found.verdict) == ("scale", "match")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cap", [1.5, 3.0, 30.0])
+def test_a_low_cap_hides_no_scale_and_accuses_nobody(cap: float, dtype: str) -> None:
+    # An honest eager at softcap 1.5 read as "scale / 1.01": its logits were far above the cap.
+    workload = workload_of(softcap=cap, batch=1, dtype=dtype)
+    assert run(workload)["scale"].verdict == "match"
+    doubled = run(workload, workload=scaled(2.0))["scale"]
+    assert (doubled.verdict, doubled.chosen) == ("other", "scale * 2")
+
+
 @pytest.mark.parametrize("cap", [2.0, 15.0, 50.0])
 def test_softcap_is_told_apart(cap: float) -> None:
     workload = workload_of(softcap=cap, batch=1)

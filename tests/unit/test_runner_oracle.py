@@ -349,3 +349,43 @@ def test_ulps() -> None:
         "inf",
         "inf",
     ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_key_leaves_an_ulp_of_its_products(seed: int) -> None:
+    # dQ and dK of a single key are 0 but for rounding; honest torch flash was called wrong.
+    workload = make(
+        phase="forward_backward",
+        dtype="float32",
+        batch=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        head_dim=64,
+        mask={"causal": "none"},
+    )
+    tensors, outputs = call(workload, "sdpa.flash", seed=seed)
+    report = Oracle(workload, {}, tensors).check(outputs, empty_row_lse=-INF)
+    assert report.ok, report.reason()
+    assert outputs.dq is not None
+    wrong = dataclasses.replace(outputs, dq=outputs.dq + 1e-4)
+    assert not Oracle(workload, {}, tensors).check(wrong, empty_row_lse=-INF).ok
+
+
+def test_an_lse_may_err_as_the_hardwares_tanh() -> None:
+    # An H200: flash-attn 3 and 4 at softcap 30 are 1.45e-5 off in a row of few keys.
+    workload = make(softcap=30.0, head_dim=128)
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    outputs = low(workload, tensors)
+    assert outputs.lse is not None
+    judge = Oracle(workload, {}, tensors)
+    for error, ok in ((1.45e-5, True), (0.02, False)):
+        found = judge.check(
+            dataclasses.replace(outputs, lse=outputs.lse + error), empty_row_lse=-INF
+        )
+        assert found.ok is ok, found.reason()
+    plain = make(head_dim=128)
+    tensors = inputs.make_inputs(plain, {}, stream=0, device=CPU)
+    outputs = low(plain, tensors)
+    assert outputs.lse is not None
+    off = dataclasses.replace(outputs, lse=outputs.lse + 1e-3)
+    assert not Oracle(plain, {}, tensors).check(off, empty_row_lse=-INF).ok

@@ -239,6 +239,15 @@ def test_small_workload_keeps_the_shape_class() -> None:
     assert small.active_fields() <= ragged.active_fields() | {"mask.masked_rows"}
 
 
+def test_a_call_of_many_queries_is_probed_with_many() -> None:
+    # torch's flex has another kernel below 128 queries: the probe must not show that one.
+    for rows, probed in ((777, (130, 200)), (128, (128, 200)), (127, (67, 200)), (1, (1, 200))):
+        small = probeshape.small_workload(
+            workload_of(seqlen_q=rows, seqlen_k=1024, mask={"causal": "bottom_right"})
+        )
+        assert (small.seqlens_q[0], small.seqlens_k[0]) == probed
+
+
 def test_strides_keep_their_order_and_gaps() -> None:
     assert probeshape.like_strides((2, 9, 4, 8), (288, 32, 8, 1), (2, 3, 2, 8)) == (48, 16, 8, 1)
     transposed = probeshape.like_strides((2, 9, 4, 8), (288, 1, 72, 9), (2, 3, 2, 8))

@@ -94,7 +94,7 @@ QUIETLY = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_t
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_few_random_workloads(name: str) -> None:
-    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=QUIETLY)
+    @settings(max_examples=8, deadline=None, suppress_health_check=QUIETLY)
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         try:
@@ -110,7 +110,7 @@ def test_a_few_random_workloads(name: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_many_random_workloads(name: str) -> None:
-    @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=QUIETLY)
+    @settings(max_examples=40, deadline=None, suppress_health_check=QUIETLY)
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         try:

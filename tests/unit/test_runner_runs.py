@@ -50,6 +50,8 @@ def test_one_tiny_cell_runs_through_a_launch(tmp_path: Path) -> None:
     assert record["n"] >= 20
     assert min(struct.unpack(f"<{record['n']}q", data)) > 0
     assert entry["oracle_before"]["seed"] != entry["oracle_after"]["seed"]
+    assert {"inputs", "warm-up", "sampling", "oracle_before", "oracle_after"} <= set(entry["spent"])
+    assert entry["spent"]["sampling"] >= sum(struct.unpack(f"<{record['n']}q", data))
 
 
 def test_a_request_and_an_append_have_clocks_of_their_own(tmp_path: Path) -> None:

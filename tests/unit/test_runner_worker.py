@@ -208,6 +208,9 @@ def test_a_worker_inherits_nothing_that_changes_results() -> None:
         "PYTORCH_CUDA_ALLOC_CONF": "x",
         "PYTHONPATH": "/extra",
         "GITHUB_TOKEN": "t0ken",
+        "CUTE_DSL_ARCH": "sm_80",
+        "FA_CLC": "1",
+        "FLASHINFER_CUDA_ARCH_LIST": "8.0",
         "CUDA_VISIBLE_DEVICES": "0",
     }
     environment, recorded = profiles.worker_environment(
@@ -218,7 +221,10 @@ def test_a_worker_inherits_nothing_that_changes_results() -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert environment["PYTHONPATH"].endswith(":/extra")
     assert not {"LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF", "GITHUB_TOKEN"} & set(environment)
-    assert recorded["dropped"] == "LD_PRELOAD OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF"
+    assert recorded["dropped"] == (
+        "CUTE_DSL_ARCH FA_CLC FLASHINFER_CUDA_ARCH_LIST"
+        " LD_PRELOAD OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF"
+    )
     assert "t0ken" not in str(recorded)
     assert recorded["ATTNREPRO_DEVICE"] == "cpu"
 

@@ -22,6 +22,7 @@ BY_LAUNCH: Final = {
     "preparation": "preparations",
     "request": "requests",
     "conditions": "conditions",
+    "spent": "spent",
 }
 """Part of an entry that every launch has -> list of the observations."""
 

@@ -50,6 +50,8 @@ class Rule:
     """In which ulps are counted."""
     mean_multiplier: float | None = None
     """Where given, also mean|x - ref| <= this * mean|low - ref| + c * ulp(max|ref|)."""
+    of_terms: float = 0.0
+    """Share of the largest term by which a kernel's approximate function may be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,8 @@ class Expected:
         unit = ulp(size, rule.dtype)
         slack = rule.ulps * unit
         if terms is not None:
-            slack += _greatest(_TERM_ULPS * ulp(terms, torch.float32), rule.block)
+            allowed = _TERM_ULPS * ulp(terms, torch.float32) + rule.of_terms * terms
+            slack += _greatest(allowed, rule.block)
         mean_limit = None
         if rule.mean_multiplier is not None:
             mean_limit = rule.mean_multiplier * _mean(difference.mean(-1), rule.block) + slack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 
@@ -152,7 +153,10 @@ class CellLaunch:
             found = worst(Status(str(measured.entry["status"])), Status(str(after["status"])))
             if found.value == measured.entry["status"]:
                 after = {k: v for k, v in after.items() if k not in ("status", "reason", "place")}
-        measured.entry.update(after)
+        spent = Counter({"sampling": measured.spent_ns})
+        for entry in (measured.entry, after):
+            spent.update(cast("Mapping[str, int]", entry.get("spent", {})))
+        measured.entry.update(after, spent=dict(spent))
         short = [c for c, s in measured.series.items() if len(s.usable) < self._rule.fewest]
         if short and measured.entry["status"] == Status.PASS.value:
             n = min(len(measured.series[clock].usable) for clock in short)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _TARGET = 4.0
 """Logit difference that a probe aims at: e^-4 is exact enough in every dtype."""
 _NEAR_MISS = 1.01
+_TOLD = 4.0
+"""Roundings of an output that two hypotheses must lie apart for a near miss to be told."""
 _DECIDED = 0.5
 """The chosen hypothesis must be this much nearer than the next."""
 _FARTHEST = 0.2
@@ -104,7 +106,9 @@ def probe_scale(bench: ProbeBench) -> Level:
     """Classify the factor on q.k."""
     workload = bench.workload
     scale = workload.scale_value
-    root = _amplitude(workload, _TARGET / scale)
+    cap = workload.softcap
+    # Far above its cap a logit says nothing of its scale.
+    root = _amplitude(workload, min(_TARGET, cap or _TARGET) / scale)
     difference = effective_difference(bench, root, root, 0.0)
     product = root * root
 
@@ -125,8 +129,9 @@ def probe_scale(bench: ProbeBench) -> Level:
         "1/sqrt(head_dim_v)": seen(workload.head_dim_v**-0.5),
         "1/sqrt(padded head_dim)": seen(padded**-0.5),
     }
-    if workload.fp8 is None:
-        # e4m3 weights cannot tell one per cent.
+    rounding = torch.finfo(views.DTYPES[workload.dtype_out]).eps
+    if workload.fp8 is None and seen(scale * _NEAR_MISS) - seen(scale) > _TOLD * rounding:
+        # e4m3 weights cannot tell one per cent, nor can bfloat16 outputs below a low cap.
         hypotheses["scale * 1.01"] = seen(scale * _NEAR_MISS)
         hypotheses["scale / 1.01"] = seen(scale / _NEAR_MISS)
     return classify("scale", "scale", difference, hypotheses)

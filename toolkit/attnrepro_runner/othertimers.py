@@ -24,21 +24,23 @@ if TYPE_CHECKING:
 
     from attnrepro_runner.flush import Flush
 
-PROFILED_CALLS: Final = 7
+PROFILED_CALLS: Final = 3
+DO_BENCH_MS: Final = 20
 NVBENCH_SECONDS: Final = 60
 
 
-def do_bench(work: Callable[[], object]) -> int | None:
-    """Return the median of triton.testing.do_bench in ns; None where triton is not here."""
+def do_bench(work: Callable[[], object]) -> list[int]:
+    """Return all times of triton.testing.do_bench in ns; none where triton is not here."""
     try:
         testing = importlib.import_module("triton.testing")
     except ImportError:
-        return None
-    return round(1e6 * float(testing.do_bench(work, return_mode="median")))
+        return []
+    times = testing.do_bench(work, warmup=10, rep=DO_BENCH_MS, return_mode="all")
+    return [round(1e6 * float(ms)) for ms in times]
 
 
-def profiler(work: Callable[[], object], flush: Flush, reads: Sequence[torch.Tensor]) -> int | None:
-    """Return the median over calls of the summed device time of a call's kernels, in ns.
+def profiler(work: Callable[[], object], flush: Flush, reads: Sequence[torch.Tensor]) -> list[int]:
+    """Return the summed device time of a call's kernels for several calls, in ns.
 
     The caches are flushed before each call; the flush's own kernels are known by name and left out.
     """
@@ -51,11 +53,8 @@ def profiler(work: Callable[[], object], flush: Flush, reads: Sequence[torch.Ten
             torch.cuda.synchronize()
             work()
 
-        spent = sum(ns for name, ns in _kernels(call) if name not in flushing)
-        totals.append(spent)
-    if not any(totals):
-        return None
-    return sorted(totals)[orderstats.median_rank(len(totals)) - 1]
+        totals.append(sum(ns for name, ns in _kernels(call) if name not in flushing))
+    return [total for total in totals if total]
 
 
 def _kernels(work: Callable[[], object]) -> list[tuple[str, int]]:

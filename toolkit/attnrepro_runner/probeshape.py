@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _LONGEST = 200
 _SQUARE = 130
 _ROWS = 67
+_LONG_ROWS = 128
+"""A call of so many queries is probed with more than that: below, flex takes its decode kernel."""
 _WINDOW = 37
 _KV_HEADS = 4
 _GAP = 16
@@ -132,7 +134,7 @@ def _small_lengths(workload: Workload, b: int) -> tuple[int, int]:
         square = max(_SQUARE, longest if longest > _LONGEST else 0)
         return square, square
     if seqlen_q < seqlen_k:
-        rows = min(seqlen_q, _ROWS)
+        rows = min(seqlen_q, _SQUARE if seqlen_q >= _LONG_ROWS else _ROWS)
         return rows, rows + min(seqlen_k - seqlen_q, longest - rows)
     keys = min(seqlen_k, _ROWS)
     return keys + min(seqlen_q - seqlen_k, _LONGEST - _ROWS), keys

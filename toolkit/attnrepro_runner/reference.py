@@ -195,7 +195,10 @@ class _Batch:
             terms["dq"] = torch.cat(self.terms_dq, dim=2) * _greatest(self.k)
             terms["dk"] = self.terms_dk[:, None] * _greatest(self.q)
         # Heads, or the one KV head, follow each other.
-        return {name: (self.factor * x).flatten(0, 1) for name, x in terms.items()}
+        found = {name: (self.factor * x).flatten(0, 1) for name, x in terms.items()}
+        if self.workload.softcap is not None:
+            found["lse"].clamp_max_(self.workload.softcap)
+        return found
 
     def ranges(self, blocks: Sequence[range] | None) -> Sequence[range]:
         if blocks is None:
@@ -301,7 +304,13 @@ class _Batch:
         if kept is not None:
             grad *= kept
         if self.precision is HIGH:
-            terms = (grad * weights).abs_()
+            # dO.v and its row's mean cancel in dS, each with the rounding of its own products:
+            # with one key dS is 0, and what a kernel leaves of it is an ulp of |dO||v|.
+            bound = grad_out.norm(dim=-1).view(*weights.shape[:3], 1)
+            bound = bound * v.norm(dim=-1)[:, None, None]
+            if kept is not None:
+                bound *= kept
+            terms = bound.mul_(weights)
             self.terms_dq.append(terms.amax(-1))
             part = self.terms_dk[:, keys.start : keys.stop]
             torch.maximum(part, terms.amax((1, 2)), out=part)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import traceback
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from attnrepro_runner.backends.base import Unsupported
@@ -40,11 +42,20 @@ class Report:
         self.reason: str | None = None
         self.place: str | None = None
         self.parts: dict[str, object] = {}
+        self._spent: Counter[str] = Counter()
+        self._since = time.monotonic_ns()
 
     def at(self, place: str) -> None:
         """Say what is done next."""
+        self._count()
         self._place = place
         self._note(place)
+
+    def _count(self) -> None:
+        now = time.monotonic_ns()
+        if self._place is not None:
+            self._spent[self._place] += now - self._since
+        self._since = now
 
     def demand(self, status: Status, reason: str | None) -> None:
         """Take a status if it is worse than the one so far."""
@@ -74,6 +85,9 @@ class Report:
 
     def entry(self) -> dict[str, object]:
         """Return the entry without cell and subject."""
+        self._count()
+        if self._spent:
+            self.parts["spent"] = dict(self._spent)
         return {
             "status": self.status.value,
             "reason": self.reason,

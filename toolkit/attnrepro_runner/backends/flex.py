@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from attnrepro_runner.backends.torchcalls import Group
     from attnrepro_runner.semantics import Workload
 
+_NO_KERNEL = "NoValidChoicesError"
 _MODES = ("default", "max-autotune-no-cudagraphs")
 
 
@@ -173,15 +174,25 @@ class _FlexPrepared(torchcalls.TorchPrepared):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group
     ) -> tuple[torch.Tensor, None]:
         del group
-        out = self._graph.compiled(
-            q,
-            k,
-            v,
-            score_mod=self._graph.score,
-            block_mask=self._graph.mask,
-            scale=self._workload.scale_value,
-            enable_gqa=self._gqa,
-        )
+        from torch._inductor.exc import InductorError
+
+        try:
+            out = self._graph.compiled(
+                q,
+                k,
+                v,
+                score_mod=self._graph.score,
+                block_mask=self._graph.mask,
+                scale=self._workload.scale_value,
+                enable_gqa=self._gqa,
+            )
+        except InductorError as error:
+            # torch 2.11 on an H200: its decode template has no choice for 67 queries of 4 heads a
+            # KV head. Any other error of the compiler is a crash.
+            if _NO_KERNEL not in str(error):
+                raise
+            message = f"torch's compiler has no kernel for {q.shape[2]} queries of this shape"
+            raise Unsupported(message) from error
         return out, None
 
 

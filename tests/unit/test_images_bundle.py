@@ -194,6 +194,10 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         make(["cpu-torch2.13"], wheels=[Path("x.whl")])
     with pytest.raises(BuildFailed, match="dockerd"):
         make([STACK], engine_root=tmp_path / "full")
+    # flash-attn 2 and flash-attn-4 both hold flash_attn/cute: told here, not on the host.
+    same = [make_wheel(tmp_path, name, "1", {"flash_attn/cute/x.py": b"x"}) for name in ("a", "b")]
+    with pytest.raises(BuildFailed, match=r"cute/x\.py is in both a-1.* and b-1"):
+        make([STACK], wheels=same)
 
 
 def test_interrupted_bundle_leaves_nothing_in_the_way(

@@ -78,6 +78,7 @@ def test_two_wheels_with_one_file(tmp_path: Path) -> None:
     wheels = [make_wheel(tmp_path, name, "1", {"same.py": b"x"}) for name in ("a", "b")]
     with pytest.raises(BuildFailed, match="in both"):
         wheelfiles.unpack(wheels, tmp_path / "site")
+    assert not (tmp_path / "site").exists()
 
 
 def test_no_wheel(tmp_path: Path) -> None:

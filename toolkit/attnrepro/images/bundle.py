@@ -98,7 +98,7 @@ def make(
     Raises:
         UsageError: the folder is not empty, or wheels without `host-torch`.
         Unavailable: a stack is not built, or pip is missing.
-        BuildFailed: a download failed, or a wheel is damaged.
+        BuildFailed: a download failed, a wheel is damaged, or two of them hold one file.
     """
     if out.exists() and any(out.iterdir()):
         message = f"{out} is not empty"
@@ -106,6 +106,8 @@ def make(
     if wheels and STACK not in stacks:
         message = f"--wheel is for the stack {STACK}"
         raise UsageError(message, hint=f"attnrepro bundle {STACK} --wheel …")
+    # The host would only find out after the transfer.
+    wheelfiles.reject_clashes([wheelfiles.read_wheel(wheel) for wheel in wheels])
     for name in stacks:
         if name != STACK:
             _built(name, store)

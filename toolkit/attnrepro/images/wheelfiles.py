@@ -149,10 +149,9 @@ def unpack(wheels: Iterable[Path], target: Path) -> list[WheelInfo]:
     Raises BuildFailed: a file that differs from RECORD, one that RECORD lacks, a path that leaves
     the folder, or two wheels with one file.
     """
-    found = []
-    owners: dict[str, str] = {}
-    for path in wheels:
-        info = read_wheel(path)
+    found = [(path, read_wheel(path)) for path in wheels]
+    reject_clashes(info for _, info in found)
+    for path, info in found:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 place = _place(member.filename)
@@ -160,15 +159,26 @@ def unpack(wheels: Iterable[Path], target: Path) -> list[WheelInfo]:
                     continue
                 data = archive.read(member)
                 _check_member(info, member.filename, data)
-                if owners.setdefault(place, info.file) != info.file:
-                    message = f"{place} is in both {owners[place]} and {info.file}"
-                    raise BuildFailed(message, hint="keep one version of each package")
                 destination = target / place
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 destination.write_bytes(data)
                 destination.chmod(0o644)
-        found.append(info)
-    return found
+    return [info for _, info in found]
+
+
+def reject_clashes(wheels: Iterable[WheelInfo]) -> None:
+    """Refuse wheels of which two would write one file, as flash-attn 2 and flash-attn-4 do.
+
+    Raises BuildFailed: naming the first such file and both wheels.
+    """
+    owners: dict[str, str] = {}
+    for info in wheels:
+        for name in info.files:
+            place = _place(name)
+            if place is not None and owners.setdefault(place, info.file) != info.file:
+                message = f"{place} is in both {owners[place]} and {info.file}"
+                hint = "leave one of them out, and make another image or bundle with it"
+                raise BuildFailed(message, hint=hint)
 
 
 def _place(name: str) -> str | None:

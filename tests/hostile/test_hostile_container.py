@@ -12,7 +12,6 @@ import pytest
 
 from attnrepro import jsonio
 from attnrepro.artifact import container, sign
-from attnrepro.artifact.budget import Budget
 from attnrepro.artifact.statement import Statement, parse
 from attnrepro.artifact.trust import TrustStore
 from attnrepro.artifact.verify import verify
@@ -235,7 +234,7 @@ def test_outer_container(case: str, honest: bytes) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_signed_content(case: str, honest: bytes) -> None:
     forge, rules = CASES[case]
-    members = container.read(example.outer(honest)["content.zip"], budget=Budget())
+    members = example.members(honest)
     with pytest.raises(Rejected) as caught:
         verify(_signed_content(forge(members)), trust=TrustStore())
     assert caught.value.rule in {f"container.{rule}" for rule in rules} or (
@@ -245,7 +244,7 @@ def test_signed_content(case: str, honest: bytes) -> None:
 
 def test_the_forge_can_be_honest(honest: bytes) -> None:
     """Without a change the forged container is the canonical one, so each case tests its change."""
-    members = container.read(example.outer(honest)["content.zip"], budget=Budget())
+    members = example.members(honest)
     assert build(zipforge.entries(members)) == container.write(members)
     assert not verify(_signed_content(container.write(members)), trust=TrustStore()).trusted
 
@@ -272,7 +271,7 @@ def test_extra_outer_member(honest: bytes) -> None:
 
 
 def test_extra_content_member(honest: bytes) -> None:
-    members = container.read(example.outer(honest)["content.zip"], budget=Budget())
+    members = example.members(honest)
     forged = container.write({**members, "setup.py": b"import os"})
     with pytest.raises(Rejected) as caught:
         verify(_signed_content(forged), trust=TrustStore())

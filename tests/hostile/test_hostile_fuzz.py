@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from attnrepro import jsonio
 from attnrepro.artifact import container, explain, sign
-from attnrepro.artifact.budget import Budget
 from attnrepro.artifact.trust import TrustStore
 from attnrepro.artifact.verify import Support, verify
 from attnrepro.distribute import oci
@@ -21,8 +20,7 @@ from attnrepro.report import attach, export, terminal
 from support import example
 
 HONEST = example.artifact()
-OUTER = example.outer(HONEST)
-MEMBERS = container.read(OUTER["content.zip"], budget=Budget())
+MEMBERS = example.members(HONEST)
 STATEMENT = example.payload(HONEST)
 DOCUMENTS = {
     "observations.json": example.observations(),

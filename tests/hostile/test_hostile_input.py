@@ -221,12 +221,10 @@ def test_standing(honest: bytes) -> None:
 
 
 def test_bad_content_of_an_unknown_key_is_rejected_not_unknown(honest: bytes) -> None:
-    members = dict(example.outer(honest))
-    members["content.zip"] = members["content.zip"][:-1] + b"\x01"
-    from attnrepro.artifact import container
-
-    with pytest.raises(Rejected):
-        verify(container.write(members), trust=TrustStore())
+    changed = example.content_zip(honest)[:-1] + b"\x01"
+    with pytest.raises(Rejected) as caught:
+        verify(example.with_content(honest, changed), trust=TrustStore())
+    assert caught.value.rule == "subject.content"
 
 
 # Several owners.

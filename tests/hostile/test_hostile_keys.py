@@ -193,6 +193,6 @@ def test_an_unknown_key_is_exactly_unknown(honest: bytes) -> None:
     """A stranger who copies every name that the predicate has is still only unknown."""
     stranger: Signer = example.signer(9)
     payload = jsonio.canonical(example.payload(honest))
-    data = sign.sign_payload(payload, example.outer(honest)["content.zip"], stranger)
+    data = sign.sign_payload(payload, example.content_zip(honest), stranger)
     verified = verify(data, trust=TrustStore())
     assert (verified.trusted, verified.owner) == (False, None)

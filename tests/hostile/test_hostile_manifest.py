@@ -10,7 +10,6 @@ import pytest
 
 from attnrepro import jsonio
 from attnrepro.artifact import container, sign
-from attnrepro.artifact.budget import Budget
 from attnrepro.artifact.trust import TrustStore
 from attnrepro.artifact.verify import verify
 from attnrepro.distribute import oci
@@ -28,7 +27,7 @@ def honest() -> bytes:
 
 def _with_manifest(honest: bytes, manifest: bytes) -> bytes:
     """The artifact with this manifest; digests and signature fit."""
-    members = container.read(example.outer(honest)["content.zip"], budget=Budget())
+    members = example.members(honest)
     members["manifest.json"] = manifest
     content = container.write(members)
     digest = hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Stock tools agree: cosign of two Debian suites, oras, openssl, unzip. All offline."""
+"""Stock tools agree: cosign of two Debian suites, oras, openssl, unzip, xz. All offline."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def _unpack(data: bytes, folder: Path) -> None:
     """The members as the printed lines leave them; they run in this folder."""
     for name, content in example.outer(data).items():
         (folder / name).write_bytes(content)
+    (folder / "content.zip").write_bytes(example.content_zip(data))
     (folder / "root.json").write_text(explain.TRUSTED_ROOT)
 
 
@@ -64,7 +65,7 @@ def test_cosign_accepts_what_we_sign(cosign: Callable[..., bool], tmp_path: Path
     _unpack(example.rerun(sign.Original.of(verify(data, trust=TrustStore()))), tmp_path)
     assert cosign(Kind.RERUN)
     # The first subject of a rerun is the original's content.
-    (tmp_path / "content.zip").write_bytes(example.outer(data)["content.zip"])
+    (tmp_path / "content.zip").write_bytes(example.content_zip(data))
     assert cosign(Kind.RERUN)
 
 
@@ -103,7 +104,7 @@ def _no_signature(envelope: dict[str, Any]) -> None:
 
 
 def _content_bit(data: bytes, folder: Path) -> None:
-    content = bytearray(example.outer(data)["content.zip"])
+    content = bytearray(example.content_zip(data))
     content[len(content) // 2] ^= 1
     (folder / "content.zip").write_bytes(content)
 
@@ -157,7 +158,7 @@ def test_oras_arrives_at_the_signed_digest(tmp_path: Path) -> None:
     signed = verify(data, trust=TrustStore()).statement.oci_manifest_sha256
     assert f"sha256:{signed}" in done.stdout
     stored = (tmp_path / "layout" / "blobs" / "sha256" / signed).read_bytes()
-    content = example.outer(data)["content.zip"]
+    content = example.content_zip(data)
     digest = verify(data, trust=TrustStore()).statement.content_sha256
     assert stored == oci.manifest(digest, len(content))
 
@@ -190,11 +191,36 @@ def test_openssl_agrees(tmp_path: Path, p256: bool) -> None:
     assert not holds()
 
 
-@pytest.mark.skipif(which("unzip") is None, reason="unzip is not installed")
-def test_unzip_agrees(tmp_path: Path) -> None:
+unpacks = pytest.mark.skipif(
+    not all(which(name) for name in ("bash", "unzip", "xz")), reason="needs bash, unzip and xz"
+)
+
+
+@unpacks
+def test_unzip_and_xz_agree(tmp_path: Path) -> None:
     (tmp_path / "x.attnrepro").write_bytes(example.artifact())
-    for name in ("x.attnrepro", "content.zip"):
-        command = ["unzip", "-q", "-o", name]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=20)
+    for command in ("unzip -q -o x.attnrepro", explain.UNSQUEEZE, "unzip -q -o content.zip"):
+        words = shlex.split(command)
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=20)
     assert (tmp_path / "samples").is_dir()
     assert (tmp_path / "manifest.json").read_bytes() == jsonio.canonical(example.manifest())
+
+
+@unpacks
+def test_printed_lines_leave_what_cosign_reads(tmp_path: Path) -> None:
+    """The lines run as printed, twice over another artifact's leavings; cosign is a stand-in."""
+    name = "it's x.attnrepro"
+    for data in (example.artifact(), example.small_artifact()):
+        (tmp_path / name).write_bytes(data)
+        verified = verify(data, trust=TrustStore())
+        lines = ["cosign() { sha256sum content.zip; }", *explain.commands(verified, name)]
+        done = subprocess.run(
+            ["bash", "-euc", "\n".join(lines)],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        assert f"{verified.statement.content_sha256}  content.zip\n" in done.stdout
+        assert (tmp_path / "check" / "root.json").read_text() == explain.TRUSTED_ROOT + "\n"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import lzma
 import struct
 from typing import TYPE_CHECKING, Any
 
 from attnrepro import jsonio
 from attnrepro import repeatable as repeatable_part
 from attnrepro.artifact import bundle, container, sign
+from attnrepro.artifact.budget import Budget
 from attnrepro.artifact.content import Content
 from attnrepro.artifact.keys import Signer, generate
 from attnrepro.artifact.public_key import Algorithm, checked
@@ -309,10 +311,18 @@ def rerun(original: sign.Original, key: Signer | None = None, **changes: Any) ->
 
 
 def outer(data: bytes) -> dict[str, bytes]:
-    """Members of an artifact."""
-    from attnrepro.artifact.budget import Budget
-
+    """Members of an artifact, as they stand in the file."""
     return container.read(data, budget=Budget())
+
+
+def content_zip(data: bytes) -> bytes:
+    """The content.zip of an artifact, as it was signed."""
+    return lzma.decompress(outer(data)["content.zip.xz"])
+
+
+def members(data: bytes) -> dict[str, bytes]:
+    """Members of an artifact's content."""
+    return container.read(content_zip(data), budget=Budget())
 
 
 def envelope(data: bytes) -> dict[str, Any]:
@@ -334,6 +344,16 @@ def with_bundle(data: bytes, new: bytes) -> bytes:
     return container.write({**outer(data), "bundle.sigstore.json": new})
 
 
+def with_stream(data: bytes, new: bytes) -> bytes:
+    """The artifact with these bytes where the stream with its content stands."""
+    return container.write({**outer(data), "content.zip.xz": new})
+
+
+def with_content(data: bytes, new: bytes) -> bytes:
+    """The artifact with another content.zip in it."""
+    return with_stream(data, lzma.compress(new, preset=0))
+
+
 def resigned(data: bytes, new_payload: bytes, key: Signer | None = None) -> bytes:
     """The artifact with another payload, validly signed."""
-    return sign.sign_payload(new_payload, outer(data)["content.zip"], key or signer())
+    return sign.sign_payload(new_payload, content_zip(data), key or signer())

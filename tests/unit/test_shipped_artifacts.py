@@ -1,4 +1,4 @@
-"""Every artifact that ships is accepted by this release, however old it is."""
+"""Every artifact that ships is accepted by this release, and is small enough to be cloned."""
 
 from __future__ import annotations
 
@@ -7,23 +7,39 @@ from pathlib import Path
 import pytest
 
 from attnrepro import files, resources
-from attnrepro.artifact.trust import TrustStore
+from attnrepro.artifact.budget import MIB
+from attnrepro.artifact.trust import TrustStore, known_keys
 from attnrepro.artifact.verify import verify
 from attnrepro.cli import main
 from attnrepro.manifest.load import load
 
 ARTIFACTS = sorted(resources.manifests_dir().glob("*/reference.attnrepro"))
+STACKS = {
+    "quickstart": None,
+    "hopper-headline": "host-torch",
+    "hopper-grid": "host-torch",
+    "hopper-semantics": "host-torch",
+}
+"""The shipped references; each with the stack that took the place of its manifest's, if any."""
 
 
-def test_there_are_some() -> None:
-    assert {path.parent.name for path in ARTIFACTS} >= {"quickstart", "hopper-headline-host"}
+def test_they_are_all_there() -> None:
+    assert {path.parent.name for path in ARTIFACTS} == set(STACKS)
+
+
+def test_they_are_small() -> None:
+    sizes = {path.parent.name: path.stat().st_size for path in ARTIFACTS}
+    assert max(sizes.values()) <= 2 * MIB, sizes
+    assert sum(sizes.values()) <= 16 * MIB, sizes
 
 
 @pytest.mark.parametrize("path", ARTIFACTS, ids=lambda path: path.parent.name)
 def test_it_verifies_under_the_known_key_and_is_of_its_manifest(path: Path) -> None:
     verified = verify(path, trust=TrustStore())
     assert not verified.trusted
-    shipped = load(path.with_name("manifest.json"))
+    assert known_keys()[verified.signer.fingerprint] == "attnrepro-reference"
+    # The manifest as run is the shipped one, byte for byte, in all but the image.
+    shipped = load(path.with_name("manifest.json"), stack=STACKS[path.parent.name])
     assert verified.members["manifest.json"] == shipped.canonical
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.artifact.statement import Kind
 from attnrepro.artifact.trust import SELF
+from attnrepro.artifact.verify import CONTENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 TRUSTED_ROOT: Final = '{"mediaType":"application/vnd.dev.sigstore.trustedroot+json;version=0.1"}'
 """A trusted root without authorities: cosign then asks no server and trusts the given key only."""
+
+UNSQUEEZE: Final = f"xz -dkf {CONTENT}"
+"""Makes content.zip, in place of one that an earlier artifact left there."""
 
 
 def document(
@@ -56,9 +60,10 @@ def document(
 
 
 def commands(verified: Verified, file: str) -> list[str]:
-    """Shell lines that check the signature with unzip and stock cosign, offline."""
+    """Shell lines that check the signature with unzip, xz and stock cosign, offline."""
     return [
         f"unzip -o -d check {shlex.quote(file)} && cd check",
+        UNSQUEEZE,
         f"echo '{TRUSTED_ROOT}' > root.json",
         cosign_line(verified.kind),
     ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnrepro import __version__, jsonio
 from attnrepro.artifact import bundle, container, content, statement, verify
 from attnrepro.artifact.budget import Budget
+from attnrepro.artifact.squeeze import squeeze
 from attnrepro.artifact.trust import TrustStore
 from attnrepro.distribute import oci
 from attnrepro.errors import InvalidDocument, Rejected
@@ -101,7 +102,8 @@ def sign_payload(payload: bytes, content_zip: bytes, signer: Signer) -> bytes:
         signature=signer.sign(bundle.pae(payload)),
         hint=bundle.hint_of(key.der),
     )
-    return container.write({BUNDLE: signed.to_bytes(), CONTENT: content_zip, SIGNER: key.pem})
+    members = {BUNDLE: signed.to_bytes(), CONTENT: squeeze(content_zip), SIGNER: key.pem}
+    return container.write(members)
 
 
 def _make(

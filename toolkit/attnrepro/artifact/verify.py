@@ -1,8 +1,9 @@
 """Is this file what a key that I trust signed, whole and consistent?
 
 Order: size → outer container → bundle → signature over the raw bytes → only then the payload →
-digest of content.zip → inner container → schemas → cross-checks. Nothing is written to disk and
-nothing is executed. Works on any system with Python, `cryptography`, `rfc8785` and `jsonschema`.
+content.zip unpacked, and its digest → inner container → schemas → cross-checks. Nothing is written
+to disk and nothing is executed. Works on any system with Python, `cryptography`, `rfc8785` and
+`jsonschema`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attnrepro import jsonio, schema
-from attnrepro.artifact import bundle, container, content, crosscheck, rocrate
+from attnrepro.artifact import bundle, container, content, crosscheck, rocrate, squeeze
 from attnrepro.artifact.budget import Budget, read_once
 from attnrepro.artifact.public_key import PublicKey, parse_signer_pub
 from attnrepro.artifact.statement import SCHEMA, Kind, Statement, check_predicate, parse
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from attnrepro.manifest import Manifest
 
 BUNDLE: Final = "bundle.sigstore.json"
-CONTENT: Final = "content.zip"
+CONTENT: Final = "content.zip" + squeeze.SUFFIX
 SIGNER: Final = "signer.pub"
 
 _DOCUMENTS: Final = {
@@ -122,8 +123,8 @@ def verify(
     outer = container.read(data, budget=budget)
     if set(outer) != {BUNDLE, CONTENT, SIGNER}:
         _refuse("outer.members", f"the file must hold exactly {BUNDLE}, {CONTENT} and {SIGNER}")
-    if len(outer[CONTENT]) > budget.content or len(outer[BUNDLE]) > budget.bundle:
-        _refuse("outer.size", "content or bundle is larger than the budget")
+    if len(outer[BUNDLE]) > budget.bundle:
+        _refuse("outer.size", "the bundle is larger than the budget")
     checks.append("outer container")
 
     signed = bundle.parse(outer[BUNDLE])
@@ -135,14 +136,15 @@ def verify(
     owner = _owner(key, trust, now or datetime.now(UTC))
 
     claim = parse(signed.payload)
-    digest = hashlib.sha256(outer[CONTENT]).hexdigest()
+    content_zip = squeeze.unsqueeze(outer[CONTENT], limit=budget.content)
+    digest = hashlib.sha256(content_zip).hexdigest()
     if claim.content_sha256 != digest:
         _refuse("subject.content", "the statement is about another content.zip")
-    if claim.oci_manifest_sha256 != oci.manifest_sha256(digest, len(outer[CONTENT])):
+    if claim.oci_manifest_sha256 != oci.manifest_sha256(digest, len(content_zip)):
         _refuse("subject.oci", "the statement's OCI digest is not the one of this content")
     checks += ["statement", "content digest"]
 
-    members = container.read(outer[CONTENT], budget=budget)
+    members = container.read(content_zip, budget=budget)
     checks.append("content container")
     documents = _documents(members, claim, budget)
     manifest = _manifest(members[content.MANIFEST])

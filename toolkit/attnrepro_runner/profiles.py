@@ -53,6 +53,11 @@ _KEPT: Final = frozenset(
 )
 _SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY")
 
+_HEAP: Final = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+"""glibc gives freed memory back by a rule that depends on the process's past. Of 14 equal processes
+with 2 MB temporaries, 5 paid 1,504 page faults in every call and took 2.8 ms instead of 1.2; with
+these thresholds none of 14 did (torch 2.13.0, glibc 2.36)."""
+
 # What torch and oneDNN call an instruction set, best first, with the flags that it takes.
 _ISA: Final = (
     ("avx512", "AVX512_CORE_AMX", {"avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "amx_tile"}),
@@ -92,6 +97,7 @@ def pins(profile: str, threads: int, flags: frozenset[str]) -> dict[str, str]:
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
         "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",
+        **_HEAP,
     }
     if profile == "portable":
         return common | {

@@ -107,6 +107,42 @@ def test_rows_of_one_side_are_listed() -> None:
     assert report.only_second == ()
 
 
+def moved(found: Side, name: str, place: str) -> Side:
+    """The same run under a manifest that calls its one cell otherwise and has another first."""
+    seen = copy.deepcopy(dict(found.observations))
+    seen["cells"][0] |= {"id": place, "label": name}
+    repeatable = copy.deepcopy(dict(found.repeatable))
+    for table in (
+        *(repeatable[part] for part in ("execution", "inputs")),
+        *(repeatable["semantics"][part] for part in ("probes", "work")),
+        repeatable["outputs"]["digests"],
+    ):
+        table[place] = table.pop("c000")
+    return replace(found, observations=seen, repeatable=repeatable)
+
+
+def test_one_work_under_two_labels_is_compared() -> None:
+    report = compare(side(), moved(side(slower=1.3), "d128-s16384", "c007"), confidence="0.95")
+    assert {c.cell for c in report.cells} == {"forward = d128-s16384"}
+    verdicts = {c.subject: c.comparison for c in report.cells}
+    assert verdicts["fast"] is not None
+    assert verdicts["fast"].verdict is Verdict.SLOWER
+    assert [cause.stage for cause in report.causes] == [Stage.TIMES]
+    assert [c.outputs_equal for c in report.cells] == [True, True]
+    assert (report.only_first, report.only_second) == ((), ())
+
+
+def test_other_inputs_under_another_label_are_another_cell() -> None:
+    changed = tasks()
+    for result in changed:
+        for entry in result["entries"]:
+            if "inputs" in entry:
+                entry["inputs"] = {"q": "11" * 32}
+    report = compare(side(), moved(side(changed), "d128-s16384", "c007"), confidence="0.95")
+    assert report.cells == ()
+    assert len(report.only_first) == len(report.only_second) == 2
+
+
 def test_claimed_output_that_is_missing_is_a_difference() -> None:
     one, other = tasks(), tasks()
     other[0]["entries"][0] = check_entry("fast")

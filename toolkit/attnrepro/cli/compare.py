@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -11,6 +11,9 @@ from attnrepro.cli.output import emit, progress
 
 if TYPE_CHECKING:
     from attnrepro.compare.explain import Report
+
+_LISTED: Final = 8
+"""Rows of one side alone that are shown."""
 
 
 def compare(
@@ -117,8 +120,10 @@ def text(report: Report, first: Path, second: Path) -> str:
         *("ratio", "verdict", "in cycles", "bits", "why"),
     )
     lines = [f"{second} against {first}", "", *terminal.table(headings, rows)]
-    lines += [f"only in {first}: {row}" for row in report.only_first]
-    lines += [f"only in {second}: {row}" for row in report.only_second]
+    for place, alone in ((first, report.only_first), (second, report.only_second)):
+        lines += [f"only in {place}: {row}" for row in alone[:_LISTED]]
+        if len(alone) > _LISTED:
+            lines.append(f"only in {place}: {len(alone) - _LISTED} rows more (--json lists them)")
     if report.chance:
         lines += ["", report.chance]
     if report.causes:

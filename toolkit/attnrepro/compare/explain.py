@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+from attnrepro import jsonio
 from attnrepro.compare import diff, published, statistics
 from attnrepro.compare.diff import Difference, Section
 from attnrepro.results import COMPARABLE
@@ -103,12 +104,13 @@ class Report:
 def compare(first: Side, second: Side, *, confidence: str) -> Report:
     """Compare two verified artifacts; the first is the baseline."""
     rows, others = _rows(first), _rows(second)
+    _align(rows, others, first, second)
     cells = tuple(
         _cell(key, rows[key], others[key], first, second, confidence)
         for key in rows
         if key in others
     )
-    causes = list(_causes(first, second))
+    causes = list(_causes(first, second, rows, others))
     changed = [c for c in cells if c.comparison and c.comparison.verdict in _CHANGED]
     if changed:
         cell = changed[0]
@@ -146,6 +148,35 @@ def _rows(side: Side) -> dict[Key, Row]:
         for cell in side.observations["cells"]
         for subject in cell["subjects"]
     }
+
+
+def _align(rows: dict[Key, Row], others: dict[Key, Row], first: Side, second: Side) -> None:
+    """Give rows of `others` that do one row's work on the same inputs that row's key.
+
+    Manifests name their cells as they like: the headline's `forward causal=none` is a cell of the
+    grid under another label. Work that stands twice on a side is left alone.
+    """
+    wanted = _by_work({key: row for key, row in rows.items() if key not in others}, first)
+    there = _by_work({key: row for key, row in others.items() if key not in rows}, second)
+    for work, keys in wanted.items():
+        matching = there.get(work, [])
+        if len(keys) == len(matching) == 1:
+            label = f"{keys[0][0]} = {matching[0][0]}"
+            key = (label, keys[0][1])
+            rows[key] = rows.pop(keys[0])
+            others[key] = others.pop(matching[0])
+
+
+def _by_work(rows: Mapping[Key, Row], side: Side) -> dict[str, list[Key]]:
+    """Rows by subject, backend, counted work and bits of the inputs."""
+    found: dict[str, list[Key]] = {}
+    for key, (cell, subject) in rows.items():
+        inputs = side.repeatable["inputs"].get(cell)
+        work = side.repeatable["semantics"]["work"].get(cell)
+        if inputs and work:
+            name = repr([key[1], subject["backend"], jsonio.canonical([work, inputs])])
+            found.setdefault(name, []).append(key)
+    return found
 
 
 def _cell(
@@ -251,7 +282,9 @@ def _not_comparable(
     return None
 
 
-def _causes(first: Side, second: Side) -> Iterator[Cause]:
+def _causes(
+    first: Side, second: Side, rows: Mapping[Key, Row], others: Mapping[Key, Row]
+) -> Iterator[Cause]:
     for key in sorted(set(first.images) | set(second.images)):
         a, b = first.images.get(key, "no such image"), second.images.get(key, "no such image")
         if a != b:
@@ -267,23 +300,40 @@ def _causes(first: Side, second: Side) -> Iterator[Cause]:
             if values[0] != values[1]:
                 yield _cause(stage, name, *map(str, values))
                 break
-    releases = _stated(first, second, ("availability", "version"))
-    digests = diff.kernel_libraries(first.repeatable, second.repeatable)
+    ids = {rows[key][0]: others[key][0] for key in rows if key in others}
+    a_found = _cells_of(first.repeatable, {cell: cell for cell in ids})
+    b_found = _cells_of(second.repeatable, {there: cell for cell, there in ids.items()})
+    releases = _stated(rows, others, ("availability", "version"))
+    digests = diff.kernel_libraries(a_found, b_found)
     yield from _first_of(Stage.LIBRARIES, itertools.chain(releases, digests))
-    flags = _stated(first, second, ("availability", "flags"), ("execution", "toolchain"))
+    flags = _stated(rows, others, ("availability", "flags"), ("execution", "toolchain"))
     yield from _first_of(Stage.FLAGS, flags)
-    execution = list(diff.differences(Section.EXECUTION, first.repeatable, second.repeatable))
+    execution = list(diff.differences(Section.EXECUTION, a_found, b_found))
     for stage, parts in ((Stage.KERNELS, ("operators", "kernels")), (Stage.PLAN, ("plan",))):
         yield from _first_of(
             stage, (d for d in execution if set(d.place.split()[2:3]) <= set(parts))
         )
     for stage, section in ((Stage.INPUTS, Section.INPUTS), (Stage.OUTPUTS, Section.OUTPUTS)):
-        yield from _first_of(stage, diff.differences(section, first.repeatable, second.repeatable))
+        yield from _first_of(stage, diff.differences(section, a_found, b_found))
 
 
-def _stated(first: Side, second: Side, *parts: tuple[str, str]) -> Iterator[Difference]:
+def _cells_of(repeatable: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """What the sections say of some cells, each under its id in the first artifact."""
+
+    def chosen(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {names[cell]: found for cell, found in table.items() if cell in names}
+
+    return {
+        Section.EXECUTION.value: chosen(repeatable["execution"]),
+        Section.INPUTS.value: chosen(repeatable["inputs"]),
+        Section.OUTPUTS.value: {"digests": chosen(repeatable["outputs"]["digests"])},
+    }
+
+
+def _stated(
+    rows: Mapping[Key, Row], others: Mapping[Key, Row], *parts: tuple[str, str]
+) -> Iterator[Difference]:
     """Differences of what was recorded of the same subject in both, part by part."""
-    rows, others = _rows(first), _rows(second)
     for key in (key for key in rows if key in others):
         (_, a), (_, b) = rows[key], others[key]
         for part, name in parts:

@@ -64,6 +64,16 @@ def test_unknown_then_trusted_then_revoked(file: Path, capsys: pytest.CaptureFix
     assert [(key["owner"], key["standing"]) for key in listed["keys"]] == [("alice", "revoked")]
 
 
+def test_a_key_is_revoked_by_what_names_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "trust", "add", str(file), "--owner", "alice")
+    told(capsys, "trust", "add", "attnrepro-reference", "--owner", "attnrepro")
+    told(capsys, "trust", "revoke", "attnrepro-reference", "--reason", "replaced")
+    told(capsys, "trust", "revoke", str(file), "--reason", "laptop lost")
+    listed = told(capsys, "trust", "list")
+    assert [key["standing"] for key in listed["keys"]] == ["revoked", "revoked"]
+    told(capsys, "trust", "revoke", "nobody", "--reason", "x", code=2)
+
+
 def test_signed_by_yourself(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from attnrepro.artifact import keys
 

@@ -219,6 +219,24 @@ def test_cleaning_keeps_what_images_need(store: Store) -> None:
     assert store.archive(record).is_file()
 
 
+def test_cleaning_keeps_what_an_interrupted_build_of_a_stack_has_fetched(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheel, other = (store.add_bytes(data) for data in (b"wheel", b"other"))
+    folder = tmp_path / "images" / "cpu-torch2.13" / "r1"
+    folder.mkdir(parents=True)
+    (folder / "requirements.lock").write_text(
+        "# Python 3.11\n"
+        f"torch==2.13.0 --hash={wheel}  # torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl 5\n"
+    )
+    monkeypatch.setattr("attnrepro.images.collect.images_dir", lambda: tmp_path / "images")
+    collect(store)
+    assert store.has(wheel)
+    assert not store.has(other)
+    collect(store, fetched=True)
+    assert not store.has(wheel)
+
+
 def test_cleaning_removes_superseded_images_only_when_asked(store: Store) -> None:
     old = save(store, recipe=b"one")
     new = save(store, recipe=b"two")

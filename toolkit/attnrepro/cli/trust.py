@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -19,6 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Add, list or revoke the keys that you trust.",
 )
+
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{1,64}")
 
 _File = Annotated[
     Path | None,
@@ -77,17 +80,22 @@ def list_(trust_file: _File = None, as_json: _Json = False) -> None:
 
 @app.command("revoke")
 def revoke(
-    fingerprint: Annotated[str, typer.Argument(help="At least 8 digits of its fingerprint.")],
+    key: Annotated[
+        str,
+        typer.Argument(help="At least 8 digits of its fingerprint, or what `trust add` takes."),
+    ],
     reason: Annotated[str, typer.Option(help="Why; shown when an artifact of it is verified.")],
     trust_file: _File = None,
     as_json: _Json = False,
 ) -> None:
     """Reject every artifact of a key from now on, whenever it was made."""
     now = datetime.now(UTC).replace(microsecond=0)
-    prefix = fingerprint.removeprefix("sha256:")
+    prefix = key.removeprefix("sha256:").lower()
+    if not _FINGERPRINT.fullmatch(prefix):
+        prefix = find_key(key).fingerprint
     store = trust.load(trust_file).with_revoked(prefix, reason=reason, now=now)
     trust.save(trust.parse(store.to_bytes()), trust_file)
-    revoked = next(e for e in store.keys if e.key.fingerprint.startswith(prefix.lower()))
+    revoked = next(e for e in store.keys if e.key.fingerprint.startswith(prefix))
     found = _entry(revoked, now)
     emit(found, as_json=as_json, text=lambda: _line(found))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from attnrepro.errors import InvalidDocument
 from attnrepro.images.locks import parse_debs, parse_wheels
+from attnrepro.resources import images_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -54,6 +55,7 @@ def collect(
         bases = list((store.root / "bases").glob("*.json"))
         if not fetched:
             needed |= {store.blob(digest).name for digest in _base_layers(store, bases)}
+            needed |= _shipped()
         blobs = (store.root / "blobs" / "sha256").glob("*")
         doomed = [path for path in blobs if path.name not in needed]
         doomed += (store.root / "archives").glob("*.tar")
@@ -81,6 +83,16 @@ def _split(store: Store, *, superseded: bool) -> tuple[list[ImageRecord], list[I
             kept.append(record)
             seen.add(key)
     return kept, gone
+
+
+def _shipped() -> set[str]:
+    """What shipped stacks are built from: an interrupted first build has fetched it already."""
+    names: set[str] = set()
+    for path in images_dir().glob("*/*/debs.lock"):
+        names |= _locked(parse_debs, path.read_bytes())
+    for path in images_dir().glob("*/*/requirements.lock"):
+        names |= _locked(parse_wheels, path.read_bytes())
+    return names
 
 
 def _blobs(record: ImageRecord, *, fetched: bool) -> set[str]:

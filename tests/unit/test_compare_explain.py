@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from host_fakes import DEVICE, check_entry, job, manifest, sample_bytes, tasks
 from test_results_merge import CONTEXT
 
+from attnrepro.cli.compare import text as compare_text
 from attnrepro.compare import diff, scope
 from attnrepro.compare.diff import Section
 from attnrepro.compare.explain import Stage, compare
@@ -130,6 +132,18 @@ def test_one_work_under_two_labels_is_compared() -> None:
     assert [cause.stage for cause in report.causes] == [Stage.TIMES]
     assert [c.outputs_equal for c in report.cells] == [True, True]
     assert (report.only_first, report.only_second) == ((), ())
+
+
+def test_a_tensor_that_does_not_repeat_is_named() -> None:
+    found = side()
+    seen = copy.deepcopy(dict(found.observations))
+    seen["cells"][0]["subjects"][0]["bits"]["observed"]["dq"] = "differs"
+    report = compare(found, replace(found, observations=seen), confidence="0.95")
+    assert [c.unrepeatable for c in report.cells] == [("dq",), ()]
+    text = compare_text(report, Path("a"), Path("b"))
+    assert "equal; dq not repeatable" in text
+    nothing = compare(found, replace(found, observations={**seen, "cells": []}), confidence="0.95")
+    assert "nothing was compared" in compare_text(nothing, Path("a"), Path("b"))
 
 
 def test_other_inputs_under_another_label_are_another_cell() -> None:

@@ -65,6 +65,7 @@ def document(report: Report, first: Path, second: Path) -> dict[str, Any]:
                 "p_value": _real(cell.comparison.p_value) if cell.comparison else None,
                 "reason": cell.reason,
                 "outputs_equal": cell.outputs_equal,
+                "unrepeatable": list(cell.unrepeatable),
                 "cycles": {
                     "verdict": cell.cycles.verdict.value,
                     "ratio": _real(cell.cycles.ratio),
@@ -106,6 +107,8 @@ def text(report: Report, first: Path, second: Path) -> str:
                 limits = f"{float(cell.comparison.lower):.3g}–{float(cell.comparison.upper):.3g}"
                 ratio += f" ({limits})"
         bits = {True: "equal", False: "differ", None: ""}[cell.outputs_equal]
+        if bits and cell.unrepeatable:
+            bits += f"; {', '.join(cell.unrepeatable)} not repeatable"
         in_cycles = ""
         if cell.cycles is not None:
             in_cycles = f"{float(cell.cycles.ratio or 0):.3g}× {cell.cycles.verdict.value}"
@@ -129,8 +132,10 @@ def text(report: Report, first: Path, second: Path) -> str:
     if report.causes:
         lines += ["", "differences in causal order, the first one first:"]
         lines += [f"  {cause.stage.value}: {cause.difference}" for cause in report.causes]
-    else:
+    elif report.cells:
         lines += ["", "no difference was found"]
+    else:
+        lines += ["", "nothing was compared: no cell is in both"]
     return "\n".join(lines)
 
 

@@ -82,7 +82,9 @@ class CellVerdict:
     reason: str
     medians_ns: tuple[int | None, int | None]
     outputs_equal: bool | None
-    """None where neither claims bits."""
+    """Of the tensors whose bits repeated in both runs; None where neither claims bits."""
+    unrepeatable: tuple[str, ...] = ()
+    """Tensors whose bits differed from call to call in one of the two: nothing is said of them."""
     cycles: Comparison | None = None
     """Likewise in cycles of the clock seen; None where one of the two exposes no clock."""
 
@@ -210,6 +212,16 @@ def _cell(
         reason=reason,
         medians_ns=(medians[0], medians[1]),
         outputs_equal=None if None in digests else digests[0] == digests[1],
+        unrepeatable=tuple(
+            sorted(
+                {
+                    name
+                    for row in (a, b)
+                    for name, seen in row.get("bits", {}).get("observed", {}).items()
+                    if seen != "repeats"
+                }
+            )
+        ),
         cycles=None
         if comparison is None
         else _in_cycles((a, b), (first, second), clock, confidence),

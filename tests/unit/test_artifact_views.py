@@ -72,6 +72,9 @@ def test_a_key_is_revoked_by_what_names_it(file: Path, capsys: pytest.CaptureFix
     listed = told(capsys, "trust", "list")
     assert [key["standing"] for key in listed["keys"]] == ["revoked", "revoked"]
     told(capsys, "trust", "revoke", "nobody", "--reason", "x", code=2)
+    told(capsys, "trust", "revoke", str(file), "--reason", "another", code=2)
+    listed = told(capsys, "trust", "list")
+    assert [key["reason"] for key in listed["keys"]] == ["laptop lost", "replaced"]
 
 
 def test_signed_by_yourself(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,13 +118,24 @@ class TrustStore:
             reason: shown to whoever verifies an artifact of that key.
             now: time of the revocation.
 
-        Raises UsageError where the prefix names no key or several.
+        Raises UsageError where the prefix is short or names no key or several, and where the key
+        is revoked already: the first date and reason stay.
         """
         hits = [entry for entry in self.keys if entry.key.fingerprint.startswith(prefix.lower())]
-        if len(prefix) < 8 or len(hits) != 1:
-            message = f"{prefix!r} names {len(hits)} keys of the trust file"
-            hint = "give at least 8 digits of the fingerprint: attnrepro trust list"
+        hint = "give at least 8 digits of the fingerprint: attnrepro trust list"
+        if len(prefix) < 8:
+            message = f"{prefix!r} is too short to name a key"
             raise UsageError(message, hint=hint)
+        if not hits:
+            message = f"no key of the trust file begins with {prefix!r}"
+            hint = "a key that is not in it is not trusted: attnrepro trust list"
+            raise UsageError(message, hint=hint)
+        if len(hits) > 1:
+            message = f"{prefix!r} names {len(hits)} keys of the trust file"
+            raise UsageError(message, hint=hint)
+        if hits[0].revoked_at is not None:
+            message = f"this key is revoked already: {hits[0].revoked_reason}"
+            raise UsageError(message, hint="the first date and reason stay")
         revoked = replace(hits[0], revoked_at=now, revoked_reason=reason)
         return replace(self, keys=tuple(revoked if e is hits[0] else e for e in self.keys))
 

@@ -18,6 +18,7 @@ from case_fakes import (
     open_cell,
     own_process,  # noqa: F401 - an autouse fixture
 )
+from device_fakes import FakeDevice, FakeTime, FakeTrace
 from host_artifacts import make
 from host_fakes import DEVICE, FakeEngine, tasks
 from numerics_fakes import ReferenceBackend, workload_of
@@ -26,7 +27,6 @@ from test_results_merge import merged
 from test_results_merge import subject as merged_subject
 from test_runner_coordinator import Scripted, launch
 from test_runner_rules import REQUIRE, opened
-from test_runner_timing import FakeDevice, FakeTime, FakeTrace
 
 from attnrepro import schema
 from attnrepro.artifact.content import find_real

@@ -9,10 +9,10 @@ from case_fakes import (
     open_cell,
     own_process,  # noqa: F401 - an autouse fixture
 )
+from device_fakes import FakeDevice, FakeTime, FakeTrace
 from host_fakes import tasks
 from numerics_fakes import ReferenceBackend
 from test_results_merge import merged
-from test_runner_timing import FakeDevice, FakeTime, FakeTrace
 
 from attnrepro import schema
 from attnrepro_runner import clocks, measured, worker

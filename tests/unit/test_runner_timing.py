@@ -3,11 +3,11 @@ from __future__ import annotations
 import gc
 import math
 import random
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from device_fakes import FakeDevice, FakeTime
 
 from attnrepro_runner import clocks, flush, timing, torchdevice, trace
 from attnrepro_runner.backends import registry
@@ -16,7 +16,7 @@ from attnrepro_runner.semantics import Workload
 from attnrepro_runner.stoprule import SWITCH_REASON, Series, StopRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
 RULE = StopRule(fewest=10, most=80, budget_ns=1000, half_width=0.01, confidence=0.95)
 
@@ -67,24 +67,6 @@ def test_discards_stay_in_their_place_with_a_reason() -> None:
 # Warming up.
 
 
-class FakeTime:
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def now(self) -> int:
-        return self.ns
-
-    def take(self, latency: Callable[[int], int]) -> Callable[[int], list[int]]:
-        def take(count: int) -> list[int]:
-            samples = []
-            for _ in range(count):
-                samples.append(latency(self.ns))
-                self.ns += samples[-1]
-            return samples
-
-        return take
-
-
 def test_a_stationary_latency_warms_up_in_the_least_time() -> None:
     fake = FakeTime()
     warmed = timing.warm_up(fake.take(lambda _: 1_000_000), least_s=0.3, most_s=5.0, now=fake.now)
@@ -131,78 +113,6 @@ def test_warming_again_is_bounded(call_ns: int, calls: int) -> None:
 
 
 # Clocks on a fake device.
-
-
-class FakeEvent:
-    def __init__(self, device: FakeDevice) -> None:
-        self.device = device
-        self.at = -1
-
-    def record(self) -> None:
-        self.at = max(self.device.busy_until, self.device.host.ns)
-
-    def query(self) -> bool:
-        return self.at <= self.device.host.ns
-
-    def elapsed_ns(self, end: clocks.Event) -> int:
-        assert isinstance(end, FakeEvent)
-        return end.at - self.at
-
-
-class FakeTrace:
-    def __init__(self, device: FakeDevice) -> None:
-        self.device = device
-        self.windows: list[tuple[int, int]] = []
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        begin = self.device.host.ns
-        yield
-        self.windows.append((begin, self.device.host.ns))
-
-    def spans_ns(self) -> Sequence[tuple[int, int] | None]:
-        return torchdevice.spans(self.windows, sorted(self.device.kernels))
-
-    def busy_ns(self) -> Sequence[int | None]:
-        return torchdevice.busy(self.windows, sorted(self.device.kernels))
-
-
-class FakeDevice:
-    """A queue with a stream and a second beside it; kernels and the host have one time."""
-
-    def __init__(self, host: FakeTime) -> None:
-        self.host = host
-        self.busy_until = 0
-        self.aside_until = 0
-        self.kernels: list[tuple[int, int]] = []
-        self.slept: list[int] = []
-
-    def synchronize(self) -> None:
-        self.host.ns = max(self.host.ns, self.busy_until, self.aside_until)
-
-    def event(self) -> FakeEvent:
-        return FakeEvent(self)
-
-    def sleep_ns(self, duration: int) -> None:
-        self.slept.append(duration)
-        self.busy_until = max(self.busy_until, self.host.ns) + duration
-
-    def launch(self, duration: int) -> None:
-        begin = max(self.busy_until, self.host.ns)
-        self.busy_until = begin + duration
-        self.kernels.append((begin, self.busy_until))
-
-    def launch_aside(self, duration: int, *, joined: bool) -> None:
-        """Launch on the second stream; joined, it follows the first, which waits for it."""
-        begin = max(self.aside_until, self.host.ns, self.busy_until if joined else 0)
-        self.aside_until = begin + duration
-        self.kernels.append((begin, self.aside_until))
-        if joined:
-            self.busy_until = self.aside_until
-
-    @contextmanager
-    def trace(self) -> Iterator[clocks.Trace]:
-        yield FakeTrace(self)
 
 
 @pytest.fixture

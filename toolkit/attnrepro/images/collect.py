@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import InvalidDocument
 from attnrepro.images.locks import parse_debs, parse_wheels
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
     from attnrepro.images.locks import Deb, Wheel
     from attnrepro.images.store import ImageRecord, Store
+
+_LOCKS: Final[dict[str, Callable[[bytes], Iterable[Deb | Wheel]]]] = {
+    "debs.lock": parse_debs,
+    "requirements.lock": parse_wheels,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +92,8 @@ def _split(store: Store, *, superseded: bool) -> tuple[list[ImageRecord], list[I
 
 def _shipped() -> set[str]:
     """What shipped stacks are built from: an interrupted first build has fetched it already."""
-    names: set[str] = set()
-    for path in images_dir().glob("*/*/debs.lock"):
-        names |= _locked(parse_debs, path.read_bytes())
-    for path in images_dir().glob("*/*/requirements.lock"):
-        names |= _locked(parse_wheels, path.read_bytes())
-    return names
+    locks = images_dir().glob("*/*/*.lock")
+    return set().union(*(_locked(path.name, path.read_bytes()) for path in locks))
 
 
 def _blobs(record: ImageRecord, *, fetched: bool) -> set[str]:
@@ -101,18 +102,19 @@ def _blobs(record: ImageRecord, *, fetched: bool) -> set[str]:
     digests |= {layer.digest for layer in record.layers} | set(document["recipe"].values())
     names = {digest.removeprefix("sha256:") for digest in digests}
     if not fetched:
-        recipe = record.recipe
-        for path, data in recipe.items():
-            if path.endswith("debs.lock"):
-                names |= _locked(parse_debs, data)
-            elif path.endswith("requirements.lock"):
-                names |= _locked(parse_wheels, data)
+        for path, data in record.recipe.items():
+            names |= _locked(path, data)
         if document["source"] is not None:
             names.add(document["source"]["sha256"])
     return names
 
 
-def _locked(parse: Callable[[bytes], Iterable[Deb | Wheel]], data: bytes) -> set[str]:
+def _locked(path: str, data: bytes) -> set[str]:
+    """SHA-256 of what a lock names; nothing where the file is no lock or cannot be read."""
+    name = path.rpartition("/")[2]
+    parse = _LOCKS.get(name)
+    if parse is None:
+        return set()
     with suppress(InvalidDocument):
         return {item.sha256 for item in parse(data)}
     return set()

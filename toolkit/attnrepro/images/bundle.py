@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from attnrepro.images.store import ImageRecord, Store
-    from attnrepro.images.wheelfiles import WheelInfo
     from attnrepro.jsonio import JsonObject
 
     Progress = Callable[[str], None]
@@ -107,7 +106,8 @@ def make(
         message = f"--wheel is for the stack {STACK}"
         raise UsageError(message, hint=f"attnrepro bundle {STACK} --wheel …")
     # The host would only find out after the transfer.
-    wheelfiles.reject_clashes([wheelfiles.read_wheel(wheel) for wheel in wheels])
+    kernels = [wheelfiles.read_wheel(wheel) for wheel in wheels]
+    wheelfiles.reject_clashes(kernels)
     for name in stacks:
         if name != STACK:
             _built(name, store)
@@ -117,14 +117,15 @@ def make(
         bundle_engine.put(payload / "engine", root=engine_root, work=work, progress=progress)
         _package(payload / "site", work / "wheelhouse", python, progress)
         images = [_image(payload / "images", name, store) for name in stacks if name != STACK]
-        carried = [_kernel(payload / "kernels", wheel) for wheel in wheels]
+        for wheel, info in zip(wheels, kernels, strict=True):
+            _carry(wheel, payload / "kernels" / info.file)
         if STACK in stacks:
             _public(payload / "public", public or _twin_wheels(store, work), progress)
         contents = {
             "schema": "attnrepro.bundle-contents/1",
             "images": images,
             "host_torch": STACK in stacks,
-            "wheels": [{"file": info.file, "sha256": info.sha256} for info in carried],
+            "wheels": [{"file": info.file, "sha256": info.sha256} for info in kernels],
             "python": python,
         }
         (payload / "contents.json").write_text(json.dumps(contents, indent=1))
@@ -198,16 +199,14 @@ def _image(folder: Path, name: str, store: Store) -> str:
     return record.stack
 
 
-def _kernel(folder: Path, wheel: Path) -> WheelInfo:
+def _carry(wheel: Path, target: Path) -> None:
     """Carry a wheel uncompressed: the whole stream compresses better than a zip does."""
-    info = wheelfiles.read_wheel(wheel)
-    folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(folder / info.file, "w") as target:
+    target.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(target, "w") as plain:
         for member in source.infolist():
             if not member.is_dir():
-                plain = zipfile.ZipInfo(member.filename)
-                target.writestr(plain, source.read(member), zipfile.ZIP_STORED)
-    return info
+                entry = zipfile.ZipInfo(member.filename)
+                plain.writestr(entry, source.read(member), zipfile.ZIP_STORED)
 
 
 def _twin_wheels(store: Store, work: Path) -> list[Path]:

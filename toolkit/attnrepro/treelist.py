@@ -7,10 +7,10 @@ difference. So content digests are shortened, and the whole is compressed.
 from __future__ import annotations
 
 import json
-import lzma
 from typing import TYPE_CHECKING, Final
 
-from attnrepro.errors import BuildFailed
+from attnrepro.artifact.squeeze import squeeze, unsqueeze
+from attnrepro.errors import BuildFailed, Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ _LARGEST: Final = 64 << 20
 
 def pack(listing: bytes) -> bytes:
     """A listing (`images.tree.listing`) in short."""
-    return lzma.compress(b"\n".join(_short(listing)), format=lzma.FORMAT_XZ, preset=6)
+    return squeeze(b"\n".join(_short(listing)))
 
 
 def first_difference(packed: bytes, listing: bytes) -> str | None:
@@ -36,15 +36,12 @@ def first_difference(packed: bytes, listing: bytes) -> str | None:
     from attnrepro.images import tree
 
     try:
-        unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=256 << 20)
-        theirs = unpacker.decompress(packed, max_length=_LARGEST)
-        if not unpacker.eof:
-            return None
+        theirs = unsqueeze(packed, what="the listing", limit=_LARGEST)
         tree.parse_listing(theirs)
         # Older listings kept more digits.
         short = (tree.parse_listing(b"\n".join(_short(each))) for each in (theirs, listing))
         return tree.first_difference(*short)
-    except (lzma.LZMAError, EOFError, BuildFailed):
+    except (Rejected, BuildFailed):
         return None
 
 

@@ -1,4 +1,4 @@
-"""content.zip as it travels: one xz stream round the bytes that are signed.
+"""What travels as one xz stream: content.zip round the bytes that are signed, an image's listing.
 
 What has a digest is never compressed, since no two compressors give the same bytes: the statement
 names content.zip itself, and only its wrapping is squeezed (the 72-cell Hopper grid: 6.5 MB stored,
@@ -23,11 +23,12 @@ def squeeze(data: bytes) -> bytes:
     return lzma.compress(data, format=lzma.FORMAT_XZ, preset=_PRESET)
 
 
-def unsqueeze(data: bytes, *, limit: int) -> bytes:
+def unsqueeze(data: bytes, *, what: str, limit: int) -> bytes:
     """Return what one xz stream holds.
 
     Args:
         data: the stream, nothing before or behind it.
+        what: name of the contents, for messages.
         limit: most bytes of the result; decompression ends there.
 
     Raises:
@@ -38,13 +39,13 @@ def unsqueeze(data: bytes, *, limit: int) -> bytes:
         unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_MEMORY)
         found = unpacker.decompress(data, max_length=limit + 1)
     except (lzma.LZMAError, EOFError, MemoryError) as error:
-        message = f"content.zip{SUFFIX} is no xz stream: {error}"
+        message = f"{what} is no xz stream: {error}"
         raise Rejected(message, rule="outer.xz") from None
     if len(found) > limit:
-        message = "content.zip is larger than the budget"
+        message = f"{what} is larger than the budget"
         hint = "if you trust its origin, raise the budget with --max-mib"
         raise Rejected(message, rule="outer.size", hint=hint)
     if not unpacker.eof or unpacker.unused_data:
-        message = f"content.zip{SUFFIX} is cut short, or something follows its stream"
+        message = f"{what} is cut short, or something follows its xz stream"
         raise Rejected(message, rule="outer.xz")
     return found

@@ -136,7 +136,7 @@ def verify(
     owner = _owner(key, trust, now or datetime.now(UTC))
 
     claim = parse(signed.payload)
-    content_zip = squeeze.unsqueeze(outer[CONTENT], limit=budget.content)
+    content_zip = squeeze.unsqueeze(outer[CONTENT], what="content.zip", limit=budget.content)
     digest = hashlib.sha256(content_zip).hexdigest()
     if claim.content_sha256 != digest:
         _refuse("subject.content", "the statement is about another content.zip")

@@ -169,14 +169,14 @@ def _align(rows: dict[Key, Row], others: dict[Key, Row], first: Side, second: Si
             others[key] = others.pop(matching[0])
 
 
-def _by_work(rows: Mapping[Key, Row], side: Side) -> dict[str, list[Key]]:
-    """Rows by subject, backend, counted work and bits of the inputs."""
-    found: dict[str, list[Key]] = {}
+def _by_work(rows: Mapping[Key, Row], side: Side) -> dict[tuple[str, str, bytes], list[Key]]:
+    """Rows by subject, backend, and counted work with the inputs' bits."""
+    found: dict[tuple[str, str, bytes], list[Key]] = {}
     for key, (cell, subject) in rows.items():
         inputs = side.repeatable["inputs"].get(cell)
         work = side.repeatable["semantics"]["work"].get(cell)
         if inputs and work:
-            name = repr([key[1], subject["backend"], jsonio.canonical([work, inputs])])
+            name = (key[1], subject["backend"], jsonio.canonical([work, inputs]))
             found.setdefault(name, []).append(key)
     return found
 

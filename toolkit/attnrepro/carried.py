@@ -13,13 +13,13 @@ from attnrepro.artifact.budget import Budget
 from attnrepro.errors import Rejected, Unavailable
 from attnrepro.packing import IMAGES_FOLDER, RUNNER_FOLDER
 from attnrepro.runnerwheel import RunnerWheel
-from attnrepro.usedimages import ready
+from attnrepro.usedimages import HOST_ROOT, ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from attnrepro.artifact.verify import Verified
-    from attnrepro.images.store import Store
+    from attnrepro.images.store import ImageRecord, Store
     from attnrepro.manifest.model import ImageRef
     from attnrepro.usedimages import ReadyImage
 
@@ -121,6 +121,14 @@ class RecipeImages:
         found = self._store.by_digest(image["manifest_digest"])
         if found is not None:
             return ready(found, self._store, rebuild_status="found in the store by its digest")
+        if image["base_kind"] == HOST_ROOT:
+            own = self._own_host(image)
+            progress(
+                f"the artifact's {own.stack} was made of another host's root: running in this "
+                f"host's, {own.manifest_digest}"
+            )
+            self._compare(image, own)
+            return ready(own, self._store, rebuild_status="this host's own root: differs")
         from attnrepro.images.build import build_from_recipe
 
         progress(f"building {image['stack']}@{image['revision']} from the artifact's recipe")
@@ -132,13 +140,29 @@ class RecipeImages:
         )
         if built.manifest_digest == image["manifest_digest"]:
             return ready(built, self._store, rebuild_status="rebuilt from the recipe: identical")
-        theirs = self._verified.members.get(f"{IMAGES_FOLDER}{image['key']}{treelist.SUFFIX}")
-        if theirs is not None:
-            self.first_difference = treelist.first_difference(theirs, built.listing)
+        self._compare(image, built)
         progress(
             f"the rebuilt image differs: {built.manifest_digest}, not {image['manifest_digest']}"
         )
         return ready(built, self._store, rebuild_status="rebuilt from the recipe: differs")
+
+    def _own_host(self, image: Mapping[str, str]) -> ImageRecord:
+        """This host's image of the same name: nobody can rebuild one of another host's root."""
+        own = self._store.find(image["stack"], image["revision"])
+        if own is not None:
+            return own
+        message = f"{image['stack']} was made of one host's root, and this host has made none"
+        hint = (
+            f"attnrepro bundle {image['stack']} prepares one; or run the manifest "
+            "(attnrepro show FILE --member manifest.json) in a stack that anybody can build, with "
+            "--stack, and compare the two artifacts"
+        )
+        raise Unavailable(message, hint=hint)
+
+    def _compare(self, image: Mapping[str, str], here: ImageRecord) -> None:
+        theirs = self._verified.members.get(f"{IMAGES_FOLDER}{image['key']}{treelist.SUFFIX}")
+        if theirs is not None:
+            self.first_difference = treelist.first_difference(theirs, here.listing)
 
 
 def _differences(ours: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnrepro.jsonio import MAX_INTEGER
+from attnrepro_runner.bitclaims import CLAIMED
 from attnrepro_runner.semantics import Workload
 from attnrepro_runner.work import BYTES_FORMULA, FLOPS_FORMULA, PAIRS_FORMULA, work_of
 
@@ -65,7 +66,7 @@ def _outputs(bits: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     claimed = {
         tensor: bits["digests"][tensor]
         for tensor, seen in bits["observed"].items()
-        if bits["claimed"] == "bitwise" and seen == "repeats" and tensor in bits["digests"]
+        if tensor in CLAIMED[bits["claimed"]] and seen == "repeats" and tensor in bits["digests"]
     }
     return claimed, sorted(set(bits["observed"]) - set(claimed))
 

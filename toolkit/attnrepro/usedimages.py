@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from attnrepro.engines.base import ImageIdentity
 from attnrepro.errors import ImageDiffers, Unavailable
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from attnrepro.images.store import ImageRecord, Store
     from attnrepro.manifest.model import ImageRef
 
-_HOST_ROOT = "host-rootfs"
+HOST_ROOT: Final = "host-rootfs"
+"""Kind of a base that was made of one host's own root file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ def ready(record: ImageRecord, store: Store, *, rebuild_status: str) -> ReadyIma
 
 def rebuild_status(record: ImageRecord) -> str:
     """What a stranger may hope for, in words."""
-    if record.document["base"]["kind"] == _HOST_ROOT:
+    if record.document["base"]["kind"] == HOST_ROOT:
         return "cannot be rebuilt elsewhere: made of one host's root file system"
     if record.document["modified"]:
         return "built with changes that are not in the recipe"

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnrepro_runner import guards, inputs, views
+from attnrepro_runner import bitclaims, guards, inputs, views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attnrepro_runner.backends.base import Backend, Outputs, Prepared
     from attnrepro_runner.semantics import Workload
-
-NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +31,17 @@ class BitsReport:
     batch_invariant: bool | None
 
     def status(self) -> str:
-        """PASS, or NONDETERMINISTIC where bitwise was claimed and not observed."""
-        if self.claimed == "bitwise" and "differs" in self.observed.values():
-            return "NONDETERMINISTIC"
-        return "PASS"
+        """PASS, or NONDETERMINISTIC where equal bits were claimed and not observed."""
+        return "NONDETERMINISTIC" if self._broken() else "PASS"
 
     def reason(self) -> str | None:
-        """Say which tensors differ; None for PASS."""
-        if self.status() == "PASS":
+        """Say which claimed tensors differ; None for PASS."""
+        if not (names := self._broken()):
             return None
-        names = [name for name, seen in self.observed.items() if seen == "differs"]
         return f"{', '.join(names)} differed within {self.repeats} calls on the same inputs"
+
+    def _broken(self) -> list[str]:
+        return bitclaims.broken(self.claimed, self.observed)
 
     def to_json(self) -> dict[str, object]:
         """Return the `bits` object of a result document."""
@@ -73,7 +71,7 @@ def repeat(
         prepared_factory: binds the backend; called once, or with `rebind` for each call.
         repeats: calls, at least 2.
         profile: CPU arithmetic profile in force, for the record.
-        claimed: "bitwise" or "none".
+        claimed: a key of `bitclaims.CLAIMED`.
         between: done before each call, such as poisoning the allocator's free blocks.
         rebind: bind anew for each call, since consecutive calls draw other dropout masks.
         batch_invariant: what `batch_invariance` said, for the record.
@@ -109,7 +107,7 @@ def repeat(
 
 
 def _returned(outputs: Outputs) -> dict[str, torch.Tensor]:
-    named = ((name, getattr(outputs, name)) for name in NAMES)
+    named = ((name, getattr(outputs, name)) for name in bitclaims.TENSORS)
     return {name: tensor.detach() for name, tensor in named if tensor is not None}
 
 

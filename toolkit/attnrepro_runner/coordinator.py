@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from attnrepro_runner import (
     __version__,
     caches,
+    checking,
     counters,
     energy,
     finish,
@@ -166,8 +167,10 @@ class Coordinator:
                     self._cold(task, team, entries)
                 elif task.stage == "counters":
                     self._count(task, entries)
+                elif task.stage == "check":
+                    entries += self._check(task, team)
                 else:
-                    self._alone(task, team, entries)
+                    self._memory(task, team, entries)
             finally:
                 team.end_all()
         self._flush |= team.flush
@@ -205,19 +208,30 @@ class Coordinator:
 
     # Stages.
 
-    def _alone(self, task: Task, team: Team, entries: list[dict[str, Any]]) -> None:
-        """Check, memory: one worker after the other, all cells of each."""
-        kind = "check" if task.stage == "check" else "native"
-        if kind == "check" and self._job.vendor != "cpu":
-            # Nothing is timed or counted here.
-            wanted = [s for s in task.subjects if self._cells(task, s, [])]
-            team.start_all(wanted, kind, cores=_usable_cpus())
+    def _check(self, task: Task, team: Team) -> list[dict[str, Any]]:
+        """Check: all cells of every subject, the accuracy reference's too."""
+        cells = {s: self._cells(task, s, []) for s in task.subjects}
+        cells = {s: todo for s, todo in cells.items() if todo}
+        at_once = 1
+        if self._job.vendor != "cpu":
+            at_once = max(1, min(len(cells), _usable_cpus(), checking.AT_ONCE))
+            team.start_all(list(cells), "check", cores=_usable_cpus())
+
+        def ask(subject: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+            team.new_cell(subject)
+            answer = self._ask(team, subject, {"do": "check", "cell": cell}, "check")
+            return _entry(cell["id"], subject, answer)
+
+        return checking.check(cells, team, ask, at_once=at_once)
+
+    def _memory(self, task: Task, team: Team, entries: list[dict[str, Any]]) -> None:
+        """Memory and energy: one worker after the other, all cells of each."""
         for subject in self._measured_subjects(task):
             for cell in self._cells(task, subject, entries):
                 team.new_cell()
-                answer = self._ask(team, subject, {"do": task.stage, "cell": cell}, kind)
+                answer = self._ask(team, subject, {"do": "memory", "cell": cell}, "native")
                 entry = _entry(cell["id"], subject, answer)
-                if task.stage == "memory" and entry["status"] == Status.PASS:
+                if entry["status"] == Status.PASS:
                     spent = energy.measure(
                         cell,
                         read=self._device.energy_mj,
@@ -310,8 +324,6 @@ class Coordinator:
         return cast("list[dict[str, Any]]", (self._ceilings or {}).get("measured", []))
 
     def _measured_subjects(self, task: Task) -> list[str]:
-        if task.stage == "check":
-            return list(task.subjects)
         return [
             s for s in task.subjects if self._job.subjects[s].get("role") != "accuracy_reference"
         ]

@@ -52,6 +52,10 @@ class Worker(Protocol):
         """Send a request and wait for its answer."""
         ...
 
+    def kill(self) -> None:
+        """Kill the process and leave the rest to whoever waits for its answer."""
+        ...
+
     def end(self) -> str:
         """End the process if it is not ended; say how it ended."""
         ...
@@ -70,7 +74,7 @@ class MemoryWatch:
 
     def look(self) -> None:
         """Raise MemoryLimitReached where the limit is passed."""
-        held = limits.resident(self.pids)
+        held = limits.resident(self.pids.copy())  # another thread may start or end a worker
         if held > self.limit:
             message = f"the workers hold {held} bytes; {self.limit} are allowed"
             raise MemoryLimitReached(message)
@@ -178,6 +182,10 @@ class WorkerProcess:
         """Send a request and wait for its answer."""
         self.send(request)
         return self.receive(seconds)
+
+    def kill(self) -> None:
+        """Kill the process and leave the rest to whoever waits for its answer."""
+        self._signal(signal.SIGKILL)
 
     def end(self) -> str:
         """End the process and all it started; say how it ended."""

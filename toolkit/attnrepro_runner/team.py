@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +31,7 @@ class _Member:
 
 
 class Team:
-    """One worker a subject."""
+    """One worker a subject; different subjects may be asked by different threads."""
 
     def __init__(
         self,
@@ -53,6 +54,8 @@ class Team:
         self._failures_in_a_row: dict[str, int] = {}
         self.records: list[dict[str, Any]] = []
         self._spent: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
         self.framework: str | None = None
         self.flush: dict[str, str] = {}
         self.digests: dict[str, object] = {}
@@ -84,8 +87,11 @@ class Team:
         """
         if (given_up := self._failed_starts.get(subject)) is not None:
             return given_up
-        if subject not in self._members:
-            self._begin(subject, kind)
+        with self._lock:
+            if self._stopped:
+                return Failure(status=Status.CRASH, reason="the task was stopped", place=None)
+            if subject not in self._members:
+                self._begin(subject, kind)
         greeting = self._greet(subject)
         if isinstance(greeting, Failure):
             return greeting
@@ -93,16 +99,28 @@ class Team:
         seconds = max(0.001, min(within, self._job.cell_seconds - spent))
         began = time.monotonic()
         if request["do"] == "check":  # what another has hashed need not be read again
-            request = {**request, "digests": self.digests}
+            with self._lock:
+                request = {**request, "digests": dict(self.digests)}
         answer = self._members[subject].worker.ask(request, seconds)
         self._spent[subject] = spent + time.monotonic() - began
         if not isinstance(answer, Failure) and isinstance(found := answer.pop("digests", {}), dict):
-            self.digests.update(found)
+            with self._lock:
+                self.digests.update(found)
         return answer
 
-    def new_cell(self) -> None:
-        """Give every worker the whole of a cell's time again."""
-        self._spent.clear()
+    def new_cell(self, subject: str | None = None) -> None:
+        """Give a subject's worker, or every one, the whole of a cell's time again."""
+        if subject is None:
+            self._spent.clear()
+        else:
+            self._spent.pop(subject, None)
+
+    def stop(self) -> None:
+        """Kill every worker and start no other, so that each thread that asks has its answer."""
+        with self._lock:
+            self._stopped = True
+            for member in self._members.values():
+                member.worker.kill()
 
     def end(self, subject: str) -> None:
         """End a subject's worker; the next request starts another."""

@@ -94,10 +94,10 @@ def _names(document: JsonObject) -> Iterator[Problem]:
 def _device(document: JsonObject) -> Iterator[Problem]:
     device, clocks = document["device"], document["device"]["clocks"]
     on_cpu = device["vendor"] == "cpu"
-    if on_cpu and device["threads"] is None and document["bits"]["claim"] == "bitwise":
+    if on_cpu and device["threads"] is None and document["bits"]["claim"] != "none":
         yield Problem(
             pointer="/device/threads",
-            found="null with a bitwise claim on a CPU",
+            found="null with a claim of equal bits on a CPU",
             allowed="the number of threads: bits depend on it",
             fix='set threads (1 runs anywhere), or bits.claim to "none"',
         )

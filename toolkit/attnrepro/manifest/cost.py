@@ -140,11 +140,7 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
             call = _call(cell, machine, threads)
             judged = _judged(cell, machine, threads, cell.parsed.batch * cell.parsed.heads_q)
             again = _judged(cell, machine, threads, _pairs_again(cell))
-            repeats = (
-                int(manifest.document["bits"]["repeats"])
-                * call
-                * bool(manifest.document["bits"]["claim"] == "bitwise")
-            )
+            repeats = int(manifest.document["bits"]["repeats"]) * call
             check = machine.cell_seconds + judged + repeats
             low, high = low + check, high + 2 * check
             if not timed:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.compare import published
+from attnrepro_runner import bitclaims
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -178,8 +179,8 @@ def _bits(bits: Mapping[str, Any] | None) -> str:
         return ""
     differ = sorted(name for name, seen in bits["observed"].items() if seen == "differs")
     if differ:
-        claim = "" if bits["claimed"] == "bitwise" else ", not claimed"
-        return f"differ: {', '.join(differ)}{claim}"
+        broken = bitclaims.broken(bits["claimed"], bits["observed"])
+        return f"differ: {', '.join(differ)}{'' if broken else ', not claimed'}"
     return f"equal in {bits['repeats']} runs"
 
 

@@ -254,7 +254,8 @@ def _gpu_row(case: Case) -> dict[str, Any]:
                 row[name] = str(error)[:60]
         theirs["profiler"] += othertimers.profiler(step, empty, reads)
         theirs["do_bench"] += othertimers.do_bench(step)
-    row |= {name: _median(times) for name, times in (ours | theirs).items() if times}
+    # A clock that failed in a later turn has its reason there, and no median of the earlier ones.
+    row |= {n: _median(times) for n, times in (ours | theirs).items() if times and n not in row}
     for mine, other in (("kernel", "profiler"), ("op", "do_bench")):
         if isinstance(row.get(mine), int) and row.get(other):
             row[f"{mine}/{other}"] = row[mine] / row[other]

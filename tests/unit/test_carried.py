@@ -78,6 +78,13 @@ def test_another_hosts_root_is_replaced_by_this_hosts_and_named(headline: Verifi
     assert "only in the" in images.first_difference
 
 
+def test_a_root_that_differs_in_times_alone_is_said_to(headline: Verified) -> None:
+    own = image("sha256:" + "1f" * 32, lzma.decompress(listing_of(headline)))
+    images, _, _ = ask(headline, OneImage(own))
+    assert images.first_difference is not None
+    assert images.first_difference.startswith("no path: kind, mode, owner and content")
+
+
 def test_the_same_root_on_another_host_is_the_image(headline: Verified) -> None:
     digest = headline.predicate["images"][0]["manifest_digest"]
     images, found, told = ask(headline, OneImage(image(digest, listing_of(headline))))

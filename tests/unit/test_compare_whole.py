@@ -286,4 +286,9 @@ def test_a_report_has_every_section_and_a_terminal_its_lines() -> None:
     assert "7 mJ" in found["Energy"].tables[0].lines[0]
     lines = report.summary(seen)
     assert "attention 33.3 % of it, largest other stage mlp" in lines[0]
+    assert "bound by" not in lines[0]
+    for subject in seen["cells"][0]["subjects"]:
+        for one in subject["requests"]:
+            one["request"]["device_ns"] = 503
+    assert "; bound by launch: 2.00× the device's own time" in report.summary(seen)[0]
     assert "Amdahl predicts 1.33×" in lines[2]

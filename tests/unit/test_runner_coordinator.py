@@ -137,12 +137,18 @@ def test_an_incorrect_subject_is_never_timed() -> None:
 
 
 def test_too_few_samples_within_the_budget_are_inconclusive() -> None:
-    scripted = Scripted({"a": 300_000_000})
+    scripted = Scripted({"a": 1_200_000_000})
     run = launch(scripted)
     entry = run.measured["a"].entry
     assert entry["status"] == "INCONCLUSIVE"
     assert entry["reason"] == "the budget ended after 4 of 10 samples (host)"
     assert run.measured["a"].series["host"].stop == "budget"
+
+
+def test_long_calls_get_the_fewest_samples_beyond_the_budget() -> None:
+    run = launch(Scripted({"a": 300_000_000}))
+    assert run.measured["a"].entry["status"] == "PASS"
+    assert len(run.measured["a"].series["host"].usable) == 10
 
 
 def test_a_missing_clock_stays_the_reason_when_the_cell_is_closed() -> None:

@@ -328,6 +328,31 @@ def test_fp8_has_two_errors_and_a_rule_for_the_mean() -> None:
         assert not judge.check(tripled, empty_row_lse=-INF).ok
 
 
+@pytest.mark.parametrize(("keys", "seen"), [(4096, 1.4e-6), (32768, 2.6e-6), (131072, 6.5e-6)])
+def test_an_lse_of_many_keys_may_err_as_a_running_sum_does(keys: int, seen: float) -> None:
+    # Seen on an H200: flash-attn-4's decode, which adds one tile after the other.
+    workload = make(batch=1, heads_q=2, seqlen_q=1, seqlen_k=keys, mask={})
+    tensors, outputs = call(workload, "sdpa.math")
+    judge = Oracle(workload, {}, tensors)
+    exact = low(workload, tensors).lse
+    assert exact is not None
+    for error, ok in ((seen, True), (-seen, True), (1e-4, False)):
+        found = dataclasses.replace(outputs, lse=exact + error)
+        assert judge.check(found, empty_row_lse=-INF).ok is ok
+
+
+def test_an_lse_of_float8_errs_as_products_of_14_bits_do() -> None:
+    workload = make(dtype="float8_e4m3fn", fp8={}, head_dim=128)
+    tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+    judge = Oracle(workload, {}, tensors)
+    outputs = low(workload, tensors)
+    assert outputs.lse is not None
+    # In rows of few keys, the worst that FlashAttention-3 showed on an H200; then eight times that.
+    for share, ok in ((2.0**-12.1, True), (2.0**-9, False)):
+        found = dataclasses.replace(outputs, lse=outputs.lse * (1 + share))
+        assert judge.check(found, empty_row_lse=-INF).tensors["lse"].ok is ok
+
+
 def test_ulps() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for x in (1.0, 1.5, 2.0, 3e-5, 0.0):

@@ -35,7 +35,9 @@ def test_a_wide_interval_goes_on_and_the_budget_ends_it() -> None:
     wide = [100, 200] * 40
     assert RULE.verdict(wide[:40], 0) is None
     assert RULE.verdict(wide[:40], 1000) == "budget"
-    assert RULE.verdict(wide[:3], 1000) == "budget"
+    # Fewer than the fewest are worth nothing: they have four budgets.
+    assert RULE.verdict(wide[:3], 3999) is None
+    assert RULE.verdict(wide[:3], 4000) == "budget"
     narrow = [1000, 1004] * 20
     assert RULE.verdict(narrow, 5000) == "median_ci"
 
@@ -171,10 +173,28 @@ def test_what_was_timed_before_a_clock_fails_is_handed_over(device: FakeDevice) 
 def test_the_kernel_clock_spans_the_calls_kernels_alone(device: FakeDevice) -> None:
     clock = clocks.KernelClock(device)
     work = call(device, python_ns=100_000, kernels=[10_000, 20_000])
-    # Python between the two launches lies inside the span: the device was idle then.
-    assert clock.take(3, flushing(device, work)) == [10_000 + 90_000 + 20_000] * 3
+    # The device sleeps while Python launches: between the two kernels it waits for nobody.
+    assert clock.take(3, flushing(device, work)) == [10_000 + 20_000] * 3
+    assert device.slept == [2 * 3 * 200_000] * 3
+    assert clock.take(1, flushing(device, work)) == [30_000]
     with pytest.raises(clocks.ClockUnavailable, match="without a kernel"):
         clock.take(1, flushing(device, lambda: None))
+
+
+def test_the_kernel_clock_shows_the_gaps_of_a_call_that_waits_for_the_device(
+    device: FakeDevice,
+) -> None:
+    clock = clocks.KernelClock(device)
+
+    def work() -> None:
+        for duration in (10_000, 20_000):
+            device.host.ns += 100_000
+            device.launch(duration)
+            device.synchronize()
+
+    assert clock.take(3, flushing(device, work)) == [10_000 + 100_000 + 20_000] * 3
+    # What it learnt was learnt without a sleep, so that no sleep is counted into the next.
+    assert device.slept == [2 * 3 * 230_000] * 3
 
 
 def test_a_kernel_of_a_side_stream_does_not_escape() -> None:

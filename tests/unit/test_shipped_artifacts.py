@@ -19,8 +19,14 @@ STACKS = {
     "hopper-headline": "host-torch",
     "hopper-grid": "host-torch",
     "hopper-semantics": "host-torch",
+    "hopper-decode": "host-torch",
+    "hopper-prefill": "host-torch",
+    "hopper-fp8": "host-torch",
+    "hopper-requests": "host-torch",
 }
 """The shipped references; each with the stack that took the place of its manifest's, if any."""
+KEYS = {"attnrepro-reference", "attnrepro-reference-2"}
+SECOND_HOST = resources.manifests_dir() / "hopper-headline/second-host.rerun.attnrepro"
 
 
 def test_they_are_all_there() -> None:
@@ -28,7 +34,7 @@ def test_they_are_all_there() -> None:
 
 
 def test_they_are_small() -> None:
-    sizes = {path.parent.name: path.stat().st_size for path in ARTIFACTS}
+    sizes = {path: path.stat().st_size for path in (*ARTIFACTS, SECOND_HOST)}
     assert max(sizes.values()) <= 2 * MIB, sizes
     assert sum(sizes.values()) <= 16 * MIB, sizes
 
@@ -37,10 +43,24 @@ def test_they_are_small() -> None:
 def test_it_verifies_under_the_known_key_and_is_of_its_manifest(path: Path) -> None:
     verified = verify(path, trust=TrustStore())
     assert not verified.trusted
-    assert known_keys()[verified.signer.fingerprint] == "attnrepro-reference"
+    assert known_keys()[verified.signer.fingerprint] in KEYS
     # The manifest as run is the shipped one, byte for byte, in all but the image.
     shipped = load(path.with_name("manifest.json"), stack=STACKS[path.parent.name])
     assert verified.members["manifest.json"] == shipped.canonical
+
+
+def test_the_headline_was_rerun_on_a_second_host() -> None:
+    original = verify(SECOND_HOST.with_name("reference.attnrepro"), trust=TrustStore())
+    rerun = verify(SECOND_HOST, trust=TrustStore())
+    assert known_keys()[rerun.signer.fingerprint] in KEYS
+    assert rerun.statement.original_sha256 == original.statement.content_sha256
+    # Another machine by its image, which is of that host's root; the same model of device.
+    assert rerun.predicate["device_class"] == original.predicate["device_class"]
+    images = [found.predicate["images"][0] for found in (original, rerun)]
+    assert images[0]["manifest_digest"] != images[1]["manifest_digest"]
+    assert images[0]["tree_sha256"] == images[1]["tree_sha256"]
+    verdicts = {name: found["result"] for name, found in rerun.predicate["verdicts"].items()}
+    assert verdicts["outputs_identical"] == verdicts["performance_consistent"] == "yes"
 
 
 def test_a_report_never_replaces_what_it_reads(

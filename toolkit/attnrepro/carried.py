@@ -161,7 +161,14 @@ class RecipeImages:
 
     def _compare(self, image: Mapping[str, str], here: ImageRecord) -> None:
         theirs = self._verified.members.get(f"{IMAGES_FOLDER}{image['key']}{treelist.SUFFIX}")
-        if theirs is not None:
+        if theirs is None:
+            return
+        if treelist.same(theirs, here.listing):
+            self.first_difference = (
+                "no path: kind, mode, owner and content of every one are equal, and times or the "
+                "layers' order differ"
+            )
+        else:
             self.first_difference = treelist.first_difference(theirs, here.listing)
 
 

@@ -28,6 +28,18 @@ def pack(listing: bytes) -> bytes:
     return squeeze(b"\n".join(_short(listing)))
 
 
+def same(packed: bytes, listing: bytes) -> bool:
+    """Whether a packed listing and another listing name the same paths with the same contents.
+
+    False too where the packed one is damaged.
+    """
+    try:
+        theirs = unsqueeze(packed, what="the listing", limit=_LARGEST)
+        return list(_short(theirs)) == list(_short(listing))
+    except (Rejected, ValueError, LookupError, TypeError):
+        return False
+
+
 def first_difference(packed: bytes, listing: bytes) -> str | None:
     """The first path at which a packed listing and another listing differ, in words.
 

@@ -52,6 +52,8 @@ class Rule:
     """Where given, also mean|x - ref| <= this * mean|low - ref| + c * ulp(max|ref|)."""
     of_terms: float = 0.0
     """Share of the largest term by which a kernel's approximate function may be off."""
+    absolute: float = 0.0
+    """What any value may be off besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ class Expected:
         finite = high.abs().masked_fill_(high.isinf(), 0.0)
         size, error = (_greatest(_largest(x), rule.block) for x in (finite, difference))
         unit = ulp(size, rule.dtype)
-        slack = rule.ulps * unit
+        slack = rule.ulps * unit + rule.absolute
         if terms is not None:
             allowed = _TERM_ULPS * ulp(terms, torch.float32) + rule.of_terms * terms
             slack += _greatest(allowed, rule.block)

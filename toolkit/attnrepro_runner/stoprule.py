@@ -2,7 +2,8 @@
 
 The rule looks at a series only when its usable length is the fewest samples times a power of two:
 looking after every block would stop at lucky moments, and the interval would cover far less than it
-says.
+says. The budget ends a series that has its fewest samples; one of long calls gets them within four
+budgets, since fewer would be worth nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from attnrepro_runner import orderstats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+BUDGETS_FOR_FEWEST = 4
+"""Budgets after which a series ends that has not even its fewest samples."""
+
 SWITCH_REASON = "first after a switch of process"
 
 
@@ -26,7 +30,7 @@ class StopRule:
     fewest: int
     most: int
     budget_ns: int
-    """Of measured time."""
+    """Of measured time, for what is more than the fewest samples."""
     half_width: float
     """Relative half width of the median's interval that is enough."""
     confidence: float
@@ -45,7 +49,7 @@ class StopRule:
             return "max_samples"
         if self._is_look(n) and self._narrow(samples):
             return "median_ci"
-        if spent_ns >= self.budget_ns:
+        if spent_ns >= self.budget_ns * (1 if n >= self.fewest else BUDGETS_FOR_FEWEST):
             return "budget"
         return None
 

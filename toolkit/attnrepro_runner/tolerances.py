@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from attnrepro_runner import views
@@ -21,7 +22,12 @@ _TANH = 2.0**-11
 kernels cap logits: an LSE is a mean of logits and errs as they do. Seen on an H200 at softcap 30:
 flash-attn 3 and 4 are up to 30 float32 ulps off in rows of few keys."""
 _FP8_LSE_ULPS = 2048
-"""Hopper accumulates FP8 products with about 14 bits: FlashAttention-3's LSE is off by 550 ulps."""
+_FP8_LOGIT = 2.0**-12
+"""Hopper accumulates FP8 products with about 14 bits, 32 channels at a time, so that a large logit
+errs by 2^-13 of itself and more. Seen on an H200 in FlashAttention-3's LSE: 2^-12.9 where one logit
+of many keys stands out, 2^-12.1 in rows of few keys, 4e-5 elsewhere."""
+_UNIT = 2.0**-24
+"""Unit roundoff of float32."""
 
 
 def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]:
@@ -51,6 +57,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
         *,
         ulps_: int | None = None,
         of_terms: float = 0.0,
+        absolute: float = 0.0,
     ) -> Rule:
         return Rule(
             block=block,
@@ -59,6 +66,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
             dtype=views.DTYPES[dtype],
             mean_multiplier=mean,
             of_terms=of_terms,
+            absolute=absolute,
         )
 
     found = {
@@ -67,12 +75,19 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
             workload.dtype_out,
             _FP8_CACHE_MEAN if cached_fp8 else None,
         ),
-        # An LSE is a float32 whatever is tested.
+        # An LSE is a float32 whatever is tested. Its sum of n weights is formed one tile after the
+        # other, which errs by about sqrt(n) roundings of the sum (N. J. Higham and T. Mary, A new
+        # approach to probabilistic rounding error analysis, 2019), where torch adds pairwise. Seen
+        # on an H200: 6.4e-6 at 128k keys in flash-attn-4's decode, 2.6e-6 at 32k, 1.4e-6 at 4k.
         "lse": rule(
             lse,
             "float32",
             ulps_=_FP8_LSE_ULPS if workload.fp8 is not None else None,
-            of_terms=0.0 if workload.softcap is None else _TANH,
+            of_terms=max(
+                0.0 if workload.softcap is None else _TANH,
+                0.0 if workload.fp8 is None else _FP8_LOGIT,
+            ),
+            absolute=_UNIT * math.sqrt(max(workload.seqlens_k, default=0)),
         ),
     }
     if workload.has_backward:
@@ -85,6 +100,7 @@ def describe(found: Mapping[str, Rule]) -> str:
     parts = [
         f"{name}: m={rule.multiplier:g} c={rule.ulps} ulp({str(rule.dtype)[6:]})"
         + (f" + {rule.of_terms:.2g} of the largest logit" if rule.of_terms else "")
+        + (f" + {rule.absolute:.2g}" if rule.absolute else "")
         for name, rule in found.items()
     ]
     text = f"two_reference per {found['out'].block} rows; " + "; ".join(parts)

@@ -32,7 +32,8 @@ class _Machine:
     elements: float
     """Input elements generated and hashed a second."""
     worker_seconds: float
-    """Start of one worker: interpreter, framework, device."""
+    """Start of one worker: interpreter, framework, device; of a GPU's (measured on an H200, 5 s) with
+    what its first cell takes besides (7 s)."""
     cell_seconds: float
     """Probes, profile and bookkeeping of one cell of one subject in the check."""
     pair_seconds: float
@@ -56,7 +57,7 @@ _MACHINES: Final = {
         call_seconds=2e-4,
         oracle_flops=2e13,
         elements=1e9,
-        worker_seconds=6,
+        worker_seconds=11,
         cell_seconds=1.5,
         pair_seconds=1e-3,
     ),
@@ -66,7 +67,7 @@ _MACHINES: Final = {
         call_seconds=2e-4,
         oracle_flops=2e13,
         elements=1e9,
-        worker_seconds=6,
+        worker_seconds=11,
         cell_seconds=1.5,
         pair_seconds=1e-3,
     ),
@@ -78,6 +79,8 @@ _FROM_CACHE: Final = 0.1
 _AGAIN: Final = 64
 """(sequence, head) pairs that the oracle reads at most round timing, and scores of a GPU's."""
 _SCORES_AGAIN: Final = 1 << 30
+_CHECKED_AT_ONCE: Final = 4
+"""Subjects that the runner checks side by side on a GPU (`attnrepro_runner.checking`)."""
 _LOOK: Final = 2
 """Doublings of the fewest samples after which a quiet machine has stopped."""
 
@@ -117,8 +120,10 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
     machine = _MACHINES[device["vendor"]]
     refused = {(item.cell, item.subject) for item in plan.unsupported}
     launches = int(timing["launches"])
+    on_gpu = device["vendor"] != "cpu"
     low = high = 0.0
     series = 0
+    checks: list[tuple[float, float]] = []
     for subject in manifest.subjects:
         cells = [
             c
@@ -128,21 +133,22 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
         if not cells:
             continue
         timed = launches if subject.is_timed else 0
-        once = 1 + (int(timing["cold_start"]) * len(cells) + int(timing["memory"])) * bool(timed)
-        starts = (once + timed) * machine.worker_seconds
+        alone = (int(timing["cold_start"]) * len(cells) + int(timing["memory"])) * bool(timed)
+        # A GPU's workers start side by side for the check and for each launch.
+        together = (1 + timed) if not on_gpu else (1 + timed) * (not checks)
+        starts = (alone + together) * machine.worker_seconds
         # Empty caches stand before the check, which may run under another profile, before the cold
         # pass, and before what is timed.
-        fresh = 1 + (1 + int(timing["cold_start"])) * bool(timed)
+        fresh = (1 + int(timing["cold_start"])) * bool(timed) + _FROM_CACHE * timed
         compiled = _COMPILED.get(subject.backend, 0.0) * _compilations(subject.backend, cells)
-        compiled *= fresh + _FROM_CACHE * timed
-        low, high = low + starts + compiled, high + starts + 1.5 * compiled
+        low, high = low + starts + fresh * compiled, high + starts + 1.5 * fresh * compiled
+        checked = compiled
         for cell in cells:
             call = _call(cell, machine, threads)
             judged = _judged(cell, machine, threads, cell.parsed.batch * cell.parsed.heads_q)
             again = _judged(cell, machine, threads, _pairs_again(cell))
             repeats = int(manifest.document["bits"]["repeats"]) * call
-            check = machine.cell_seconds + judged + repeats
-            low, high = low + check, high + 2 * check
+            checked += machine.cell_seconds + judged + repeats
             if not timed:
                 continue
             fewest, most = timing["samples"]
@@ -152,6 +158,9 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
             low += timed * (2 * again + quick) + 3 * call
             high += timed * (4 * again + slow) + 3 * call
             series += timed * most * len(timing["clocks"])
+        checks.append((checked, 2 * checked))
+    low += _checked([quickest for quickest, _ in checks], on_gpu)
+    high += _checked([slowest for _, slowest in checks], on_gpu)
     found = list(stacks)
     missing = [s for s in found if not s.is_built]
     return Cost(
@@ -163,6 +172,11 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
         build_seconds=sum(s.build_seconds for s in missing),
         limit_seconds=float(manifest.document["limits"]["total_seconds"]),
     )
+
+
+def _checked(each: Sequence[float], on_gpu: bool) -> float:
+    """Time of all subjects' checks: one after the other, or on a GPU side by side."""
+    return max(max(each), sum(each) / _CHECKED_AT_ONCE) if on_gpu and each else sum(each)
 
 
 def _compilations(backend: str, cells: Sequence[Cell]) -> int:

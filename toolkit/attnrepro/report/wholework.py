@@ -31,6 +31,7 @@ def summary(observations: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{one.cell}, {one.subject}: {one.model} takes {duration(one.total_ns)}, attention "
         f"{_percent(one.share)} of it, largest other stage {one.largest_remaining}"
+        + (f"; bound by {one.bound}: {one.evidence}" if one.device_ns is not None else "")
         for one in wholework.requests(observations)
     ]
     lines += [

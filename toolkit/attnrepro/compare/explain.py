@@ -82,7 +82,7 @@ class CellVerdict:
     reason: str
     medians_ns: tuple[int | None, int | None]
     outputs_equal: bool | None
-    """Of the tensors whose bits repeated in both runs; None where neither claims bits."""
+    """Of the tensors whose bits repeated in both runs, claimed or not; None where there is none."""
     unrepeatable: tuple[str, ...] = ()
     """Tensors whose bits differed from call to call in one of the two: nothing is said of them."""
     cycles: Comparison | None = None
@@ -200,10 +200,7 @@ def _cell(
             confidence=confidence,
         )
         reason = comparison.reason
-    digests = [
-        side.repeatable["outputs"]["digests"].get(cell, {}).get(key[1])
-        for side, cell in ((first, id_a), (second, id_b))
-    ]
+    digests = _repeated(a, b)
     return CellVerdict(
         cell=key[0],
         subject=key[1],
@@ -211,7 +208,7 @@ def _cell(
         comparison=comparison,
         reason=reason,
         medians_ns=(medians[0], medians[1]),
-        outputs_equal=None if None in digests else digests[0] == digests[1],
+        outputs_equal=digests[0] == digests[1] if digests[0] else None,
         unrepeatable=tuple(
             sorted(
                 {
@@ -325,8 +322,31 @@ def _causes(
         yield from _first_of(
             stage, (d for d in execution if set(d.place.split()[2:3]) <= set(parts))
         )
-    for stage, section in ((Stage.INPUTS, Section.INPUTS), (Stage.OUTPUTS, Section.OUTPUTS)):
-        yield from _first_of(stage, diff.differences(section, a_found, b_found))
+    yield from _first_of(Stage.INPUTS, diff.differences(Section.INPUTS, a_found, b_found))
+    outputs = (
+        difference
+        for key, row in rows.items()
+        if key in others
+        for difference in diff.between(*_repeated(row[1], others[key][1]), " ".join(key))
+    )
+    yield from _first_of(Stage.OUTPUTS, outputs)
+
+
+def _repeated(
+    a: Mapping[str, Any], b: Mapping[str, Any]
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Digests of the tensors whose bits repeated in both runs under one profile.
+
+    What either manifest claims of them does not matter: a claim is kept or broken by a rerun.
+    """
+    one, other = (row.get("bits", {"observed": {}, "digests": {}}) for row in (a, b))
+    names = [
+        name
+        for name in one["digests"]
+        if name in other["digests"] and one["profile"] == other["profile"]
+        if one["observed"][name] == other["observed"][name] == "repeats"
+    ]
+    return {n: one["digests"][n] for n in names}, {n: other["digests"][n] for n in names}
 
 
 def _cells_of(repeatable: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -338,7 +358,6 @@ def _cells_of(repeatable: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
     return {
         Section.EXECUTION.value: chosen(repeatable["execution"]),
         Section.INPUTS.value: chosen(repeatable["inputs"]),
-        Section.OUTPUTS.value: {"digests": chosen(repeatable["outputs"]["digests"])},
     }
 
 

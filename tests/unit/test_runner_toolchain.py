@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,6 +39,40 @@ def test_code_in_any_cache_is_digested_once(
     pattern = KernelPattern(family="x", must=("mm",))
     judged = kernels.judge(seen, pattern, cubins=toolchain.code_digests())
     assert judged.to_json()["cubins"] == list(wanted)
+
+
+def elf(machine: int, body: bytes, *, sections: int = 0) -> bytes:
+    """An ELF image: header, body, and so many section headers at its end."""
+    tables = 64 + len(body)
+    identity = b"\x7fELF\x02\x01\x01" + bytes(9)
+    fields = (2, machine, 1, 0, 0, tables, 0, 64, 56, 0, 64, sections, 0)
+    header = identity + struct.pack("<2HI3QI6H", *fields)
+    return header + body + bytes(64 * sections)
+
+
+CUDA, HOST = 190, 62
+
+
+def test_device_images_inside_host_objects_are_digested_and_the_host_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = elf(CUDA, b"one" * 9, sections=3), elf(CUDA, b"two", sections=1)
+    for n, host in enumerate((b"host", b"another compiler's host")):
+        whole = elf(HOST, host + one + b"between" + two, sections=2)
+        assert list(toolchain.device_images(whole)) == [one, two]
+        folder = tmp_path / f"cute/{n}"
+        folder.mkdir(parents=True)
+        (folder / "fwd.o").write_bytes(whole)
+    (tmp_path / "cute/host.o").write_bytes(elf(HOST, b"nothing", sections=2))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "cute"))
+    wanted = sorted(hashlib.sha256(image).hexdigest() for image in (one, two))
+    assert toolchain.code_digests() == tuple(wanted)
+
+
+@pytest.mark.parametrize("left", [5, 63, 70, 90])
+def test_a_device_image_that_is_cut_short_is_none(left: int) -> None:
+    image = elf(CUDA, b"one" * 9, sections=3)
+    assert list(toolchain.device_images(image[:left])) == []
 
 
 @pytest.mark.parametrize(
@@ -80,4 +115,7 @@ def test_caches_lie_at_one_path_unless_another_run_has_it(
     assert second.parent == tmp_path
     assert second != first
     assert first.stat().st_mode & 0o077 == 0
-    assert set(caches.environment(first)) == set(caches.VARIABLES)
+    given = caches.environment(first)
+    assert set(given) == {*caches.VARIABLES, *caches.SWITCHES}
+    # Without this switch flash-attn-4 writes nothing into its folder.
+    assert given["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"

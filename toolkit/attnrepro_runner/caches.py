@@ -16,6 +16,11 @@ VARIABLES: Final = {
 """Variable to folder, below a folder of one subject's."""
 
 
+SWITCHES: Final = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+"""flash-attn-4 keeps its kernels in memory alone by default, where nobody can take their digests,
+and each process compiles them again."""
+
+
 def make_root() -> Path:
     """Make the folder of this run's caches.
 
@@ -32,5 +37,5 @@ def make_root() -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Each variable with its folder below `folder`."""
-    return {name: str(folder / part) for name, part in VARIABLES.items()}
+    """Each variable with its folder below `folder`, and what makes a compiler use it."""
+    return {name: str(folder / part) for name, part in VARIABLES.items()} | SWITCHES

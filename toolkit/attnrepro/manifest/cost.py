@@ -32,8 +32,8 @@ class _Machine:
     elements: float
     """Input elements generated and hashed a second."""
     worker_seconds: float
-    """Start of one worker: interpreter, framework, device; of a GPU's also what its first cell takes
-    besides (on an H200 5 s and 7 s)."""
+    """Start of one worker: interpreter, framework, device; of a GPU's also what its first cell
+    takes besides (on an H200 5 s and 7 s)."""
     cell_seconds: float
     """Probes, profile and bookkeeping of one cell of one subject in the check."""
     pair_seconds: float

@@ -42,6 +42,7 @@ _COMPILER = ("nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")
 _ENVIRONMENT = (
     "FLASH_ATTENTION_ARCH",
     "FLASH_ATTENTION_NUM_SMS",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
     "CUTE_DSL_ARCH",
     "CUTE_DSL_PTXAS_PATH",
     "FA_CLC",

@@ -77,6 +77,20 @@ def test_a_key_is_revoked_by_what_names_it(file: Path, capsys: pytest.CaptureFix
     assert [key["reason"] for key in listed["keys"]] == ["laptop lost", "replaced"]
 
 
+def test_a_key_is_revoked_by_its_owners_name(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(capsys, "trust", "add", str(file), "--owner", "alice")
+    told(capsys, "trust", "add", "attnrepro-reference", "--owner", "carol")
+    told(capsys, "trust", "add", "attnrepro-reference-2", "--owner", "carol")
+    # Two keys of one owner: which one is for the user to say.
+    found = told(capsys, "trust", "revoke", "carol", "--reason", "left", code=2)
+    assert "carol holds 2 keys" in found["error"]["message"]
+    told(capsys, "trust", "revoke", "alice", "--reason", "laptop lost")
+    listed = told(capsys, "trust", "list")["keys"]
+    assert [k["owner"] for k in listed if k["standing"] == "revoked"] == ["alice"]
+
+
 def test_signed_by_yourself(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from attnrepro.artifact import keys
 
@@ -110,7 +124,7 @@ def test_trust_add_refuses_what_is_no_key(
 ) -> None:
     path = tmp_path / "note.txt"
     path.write_text("hello")
-    for words in ([str(path)], ["no-such-key"], ["../keys/x"]):
+    for words in ([str(path)], ["no-such-key"], ["../keys/x"], [""], [str(tmp_path)]):
         found = told(capsys, "trust", "add", *words, "--owner", "alice", code=2)
         assert found["error"]["message"]
     assert not (home / "trust.json").exists()
@@ -120,6 +134,8 @@ def test_trust_add_refuses_an_owner_that_the_file_could_not_hold(
     file: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told(capsys, "trust", "add", str(file), "--owner", "\u0430lice", code=2)
+    found = told(capsys, "trust", "add", str(file), "--owner", " ", code=2)
+    assert found["error"]["message"] == "--owner is empty"
     assert not (home / "trust.json").exists()
 
 

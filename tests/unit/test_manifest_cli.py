@@ -52,6 +52,16 @@ def test_check_in_words(manifest: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert word in text
 
 
+def test_check_says_that_a_cell_does_not_fit_this_machine(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for length, fits in ((64, True), (1 << 22, False)):
+        workload = {"seqlen_q": length, "seqlen_k": length, "batch": 16}
+        manifest.write_text(json.dumps(document(workload=workload)))
+        assert run(["check", str(manifest)]) == 0
+        assert ("would end OUT_OF_MEMORY here" in capsys.readouterr().out) is not fits
+
+
 def test_check_of_what_is_not_valid(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = document(workload={"heads_kv": 3}, extra=1)
     manifest.write_text(json.dumps(value))

@@ -28,6 +28,9 @@ def find_key(text: str) -> PublicKey:
         Rejected: an artifact that does not verify.
     """
     path = Path(text)
+    if not text or path.is_dir():
+        message = f'"{text}" is a folder' if text else "no key is named"
+        raise UsageError(message, hint="name a file, or a known key: attnrepro trust list")
     if not path.exists():
         known = resources.manifests_dir() / "keys" / f"{path.name}.pub"
         if path.name != text or not known.exists():

@@ -12,6 +12,7 @@ import typer
 from attnrepro.artifact import trust
 from attnrepro.artifact.find_key import find_key
 from attnrepro.cli.output import emit
+from attnrepro.errors import UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -48,6 +49,9 @@ def add(
     as_json: _Json = False,
 ) -> None:
     """Trust a key from now on. Compare the printed fingerprint with what its owner tells you."""
+    if not owner.strip():
+        message = "--owner is empty"
+        raise UsageError(message, hint="name who holds the key")
     now = datetime.now(UTC).replace(microsecond=0)
     entry = trust.TrustedKey(
         owner=owner,
@@ -82,7 +86,10 @@ def list_(trust_file: _File = None, as_json: _Json = False) -> None:
 def revoke(
     key: Annotated[
         str,
-        typer.Argument(help="At least 8 digits of its fingerprint, or what `trust add` takes."),
+        typer.Argument(
+            help="Its owner as your trust file has it, at least 8 digits of its fingerprint, or "
+            "what `trust add` takes."
+        ),
     ],
     reason: Annotated[str, typer.Option(help="Why; shown when an artifact of it is verified.")],
     trust_file: _File = None,
@@ -90,10 +97,17 @@ def revoke(
 ) -> None:
     """Reject every artifact of a key from now on, whenever it was made."""
     now = datetime.now(UTC).replace(microsecond=0)
+    before = trust.load(trust_file)
     prefix = key.removeprefix("sha256:").lower()
-    if not _FINGERPRINT.fullmatch(prefix):
+    owned = [entry.key.fingerprint for entry in before.keys if entry.owner == key]
+    if len(owned) > 1:
+        message = f"{key} holds {len(owned)} keys: {', '.join(one[:16] for one in owned)}"
+        raise UsageError(message, hint="give digits of the one to revoke")
+    if owned:
+        prefix = owned[0]
+    elif not _FINGERPRINT.fullmatch(prefix):
         prefix = find_key(key).fingerprint
-    store = trust.load(trust_file).with_revoked(prefix, reason=reason, now=now)
+    store = before.with_revoked(prefix, reason=reason, now=now)
     trust.save(trust.parse(store.to_bytes()), trust_file)
     revoked = next(e for e in store.keys if e.key.fingerprint.startswith(prefix))
     found = _entry(revoked, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro.errors import UsageError
@@ -190,6 +191,9 @@ def _cost(found: Mapping[str, Any]) -> list[str]:
     spent = found["cost"]
     lines = [f"{len(found['cells'])} cells, {len(found['tasks'])} tasks: {spent['text']}"]
     lines.append(f"memory of the largest cell: about {cost.size(spent['memory_bytes'])}")
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not spent["device_seconds"] and spent["memory_bytes"] > here:
+        lines.append(f"  this machine has {cost.size(here)}: the cell would end OUT_OF_MEMORY here")
     if spent["device_seconds"]:
         lines.append(f"device time: up to {cost.duration(spent['device_seconds'])}")
     if not spent["within_limit"]:

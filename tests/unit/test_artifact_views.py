@@ -85,7 +85,7 @@ def test_a_key_is_revoked_by_its_owners_name(
     told(capsys, "trust", "add", "attnrepro-reference-2", "--owner", "carol")
     # Two keys of one owner: which one is for the user to say.
     found = told(capsys, "trust", "revoke", "carol", "--reason", "left", code=2)
-    assert "carol holds 2 keys" in found["error"]["message"]
+    assert "carol names 2 keys" in found["error"]["message"]
     told(capsys, "trust", "revoke", "alice", "--reason", "laptop lost")
     listed = told(capsys, "trust", "list")["keys"]
     assert [k["owner"] for k in listed if k["standing"] == "revoked"] == ["alice"]

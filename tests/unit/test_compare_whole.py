@@ -291,4 +291,14 @@ def test_a_report_has_every_section_and_a_terminal_its_lines() -> None:
         for one in subject["requests"]:
             one["request"]["device_ns"] = 503
     assert "; bound by launch: 2.00× the device's own time" in report.summary(seen)[0]
+    assert "not compared" not in report.summary(seen)[0]
+    missing = {
+        "against": "eager",
+        "what": "logits",
+        "limit": "0x1p-5",
+        "error": None,
+        "reason": "x",
+    }
+    seen["cells"][0]["subjects"][0]["requests"][1]["request"]["agreement"] = missing
+    assert "not compared with textbook attention's in 1 of 5 launches" in report.summary(seen)[0]
     assert "Amdahl predicts 1.33×" in lines[2]

@@ -100,7 +100,7 @@ def check_target(path: Path) -> None:
         raise UsageError(message, hint="--output names a file in another folder") from None
     if not stat.S_ISREG(kind):
         message = f"{path} is there and is no regular file"
-        raise UsageError(message, hint="--output names a file; without it the text goes to stdout")
+        raise UsageError(message, hint="name another file")
 
 
 def write_output(path: Path, data: bytes, *, inputs: Sequence[Path], force: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from attnrepro.errors import Rejected, UsageError
+from attnrepro.files import shortened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,13 +50,13 @@ def read_once(path: Path, budget: Budget) -> bytes:
         descriptor = os.open(path, flags)
     except OSError as error:
         if path.is_dir():  # Windows does not open folders
-            raise _not_regular() from None
+            raise _not_regular(path) from None
         message = f"cannot open {path}: {error.strerror}"
         raise UsageError(message, hint="give the path of a .attnrepro file") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _not_regular()
+            raise _not_regular(path)
         if status.st_size > budget.file:
             raise _too_large(budget)
         data = bytearray()
@@ -68,8 +69,9 @@ def read_once(path: Path, budget: Budget) -> bytes:
     return bytes(data)
 
 
-def _not_regular() -> Rejected:
-    return Rejected("the input is not a regular file", rule="input.not_regular")
+def _not_regular(path: Path) -> Rejected:
+    message = f'"{shortened(path)}" is not a regular file'
+    return Rejected(message, rule="input.not_regular")
 
 
 def _too_large(budget: Budget) -> Rejected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -38,10 +39,13 @@ def compare(
     for path, one in zip((first, second), verified, strict=True):
         if not one.trusted:
             progress(f"note: {path} is intact, and its signer is not in your trust file")
-    if verified[0].statement.content_sha256 == verified[1].statement.content_sha256:
-        progress("note: both files hold the same run")
+    same = verified[0].statement.content_sha256 == verified[1].statement.content_sha256
+    if same:
+        progress("note: both files hold the same run, so that nothing can differ")
     confidence = min(str(one.manifest["timing"]["confidence"]) for one in verified)
     report = explain.compare(*map(Side.of, verified), confidence=confidence)
+    if same:
+        report = dataclasses.replace(report, chance="")
     emit(
         document(report, first, second),
         as_json=as_json,

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from attnrepro.cli.output import emit
-from attnrepro.errors import UsageError
-from attnrepro.files import atomic_write
-from attnrepro.manifest import draft
+from attnrepro.cli.output import emit, progress
+from attnrepro.errors import AttnreproError, UsageError
+from attnrepro.files import check_target, write_output
+from attnrepro.manifest import draft, explain
+from attnrepro.manifest.load import load
 
 _DEFAULTS = draft.Answers()
 
@@ -54,6 +55,7 @@ def new(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Write a valid manifest to go on editing; `attnrepro check` says what of it can run."""
+    check_target(output)
     if output.exists() and not force:
         message = f"{output} is there already"
         raise UsageError(message, hint="--force replaces it")
@@ -78,16 +80,24 @@ def new(
     if ask:
         given = _asked(given)
     document = draft.document(draft.Answers(**given, pull_request=pr))
-    try:
-        atomic_write(output, draft.text(document).encode())
-    except OSError as error:
-        message = f"cannot write {output}: {error.strerror}"
-        raise UsageError(message, hint="name another file") from None
+    data = draft.text(document).encode()
+    write_output(output, data, inputs=(), force=force)
+    if doubt := _doubt(data):
+        progress(f"note: attnrepro check refuses this so far: {doubt}")
     emit(
         {"file": str(output), "manifest": document},
         as_json=as_json,
         text=lambda: f"wrote {output}\nnext: attnrepro check {output}",
     )
+
+
+def _doubt(data: bytes) -> str | None:
+    """What `check` would refuse; the stack may be built after the manifest is written."""
+    try:
+        problem = explain.document(load(data))["problem"]
+    except AttnreproError as error:
+        return error.message
+    return str(problem) if problem else None
 
 
 def _asked(given: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import typer
 from attnrepro.artifact import trust
 from attnrepro.artifact.find_key import find_key
 from attnrepro.cli.output import emit
-from attnrepro.errors import UsageError
+from attnrepro.errors import InvalidDocument, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -53,6 +53,9 @@ def add(
         message = "--owner is empty"
         raise UsageError(message, hint="name who holds the key")
     now = datetime.now(UTC).replace(microsecond=0)
+    if until is not None and until.date() < now.date():
+        message = f"--until {until.date()} has passed: the key would be expired at once"
+        raise UsageError(message, hint="give a day to come, or leave it out")
     entry = trust.TrustedKey(
         owner=owner,
         key=find_key(key),
@@ -60,7 +63,7 @@ def add(
         not_after=until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None,
     )
     store = trust.load(trust_file, missing_ok=True).with_key(entry)
-    trust.save(trust.parse(store.to_bytes()), trust_file)
+    _save(store, trust_file, f"--owner {owner!r:.60}")
     found = _entry(entry, now)
     emit(found, as_json=as_json, text=lambda: f"trusted from now on: {_line(found)}")
 
@@ -99,19 +102,44 @@ def revoke(
     now = datetime.now(UTC).replace(microsecond=0)
     before = trust.load(trust_file)
     prefix = key.removeprefix("sha256:").lower()
-    owned = [entry.key.fingerprint for entry in before.keys if entry.owner == key]
-    if len(owned) > 1:
-        message = f"{key} holds {len(owned)} keys: {', '.join(one[:16] for one in owned)}"
-        raise UsageError(message, hint="give digits of the one to revoke")
-    if owned:
-        prefix = owned[0]
-    elif not _FINGERPRINT.fullmatch(prefix):
-        prefix = find_key(key).fingerprint
+    if not _FINGERPRINT.fullmatch(prefix):
+        prefix = _named(key, before)
     store = before.with_revoked(prefix, reason=reason, now=now)
-    trust.save(trust.parse(store.to_bytes()), trust_file)
+    _save(store, trust_file, f"--reason {reason!r:.60}")
     revoked = next(e for e in store.keys if e.key.fingerprint.startswith(prefix))
     found = _entry(revoked, now)
     emit(found, as_json=as_json, text=lambda: _line(found))
+
+
+def _named(key: str, store: trust.TrustStore) -> str:
+    """Fingerprint of what `revoke` was given: an owner of the trust file, or what `add` takes."""
+    named = {e.key.fingerprint for e in store.keys if e.owner.casefold() == key.casefold()}
+    try:
+        named.add(find_key(key).fingerprint)
+    except UsageError as error:
+        if not named:
+            message = f"{error.message}, and no owner in the trust file"
+            raise UsageError(message, hint=error.hint) from None
+    if len(named) > 1:
+        message = f"{key} names {len(named)} keys: {', '.join(sorted(one[:16] for one in named))}"
+        raise UsageError(message, hint="give digits of the one to revoke: attnrepro trust list")
+    (fingerprint,) = named
+    if store.find(fingerprint) is None:
+        message = f"{key} is not in your trust file, and so is not trusted"
+        raise UsageError(message, hint="attnrepro trust list")
+    return fingerprint
+
+
+def _save(store: trust.TrustStore, path: Path | None, given: str) -> None:
+    """Write a store that a reader would accept; what it would refuse came from an option."""
+    data = store.to_bytes()
+    try:
+        kept = trust.parse(data)
+    except InvalidDocument as error:
+        allowed = "; ".join(p.allowed for p in error.problems) or error.message
+        message = f"{given} cannot stand in a trust file"
+        raise UsageError(message, hint=f"allowed: {allowed}") from None
+    trust.save(kept, path)
 
 
 def _entry(entry: trust.TrustedKey, now: datetime) -> dict[str, Any]:

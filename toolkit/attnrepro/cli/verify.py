@@ -9,10 +9,11 @@ import typer
 
 from attnrepro.artifact import explain, trust
 from attnrepro.artifact.budget import MIB, Budget
+from attnrepro.artifact.statement import Kind
 from attnrepro.artifact.verify import check_threshold, support
 from attnrepro.artifact.verify import verify as verify_artifact
 from attnrepro.cli.output import emit
-from attnrepro.errors import UnknownSigner
+from attnrepro.errors import UnknownSigner, UsageError
 
 
 def verify(
@@ -38,6 +39,13 @@ def verify(
     store, budget = trust.load(trust_file), Budget(content=max_mib * MIB)
     verified = verify_artifact(file, trust=store, budget=budget)
     reruns = [verify_artifact(path, trust=store, budget=budget) for path in rerun or ()]
+    for path, one in zip(rerun or (), reruns, strict=True):
+        if (
+            one.kind is not Kind.RERUN
+            or one.statement.original_sha256 != verified.statement.content_sha256
+        ):
+            message = f"{path} is no rerun of {file}"
+            raise UsageError(message, hint="attnrepro rerun makes one; show says what a file is")
     backing = support(verified, reruns, trust=store)
     if verified.trusted:
         check_threshold(backing, store)

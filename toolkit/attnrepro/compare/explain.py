@@ -19,6 +19,7 @@ from attnrepro.results import COMPARABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
     from attnrepro.compare.statistics import Comparison
     from attnrepro.compare.verdicts import Side
@@ -310,8 +311,9 @@ def _causes(
                 yield _cause(stage, name, *map(str, values))
                 break
     ids = {rows[key][0]: others[key][0] for key in rows if key in others}
-    a_found = _cells_of(first.repeatable, {cell: cell for cell in ids})
-    b_found = _cells_of(second.repeatable, {there: cell for cell, there in ids.items()})
+    joined = {(rows[key][0], key[1]) for key in rows if key in others}
+    a_found = _cells_of(first.repeatable, {cell: cell for cell in ids}, joined)
+    b_found = _cells_of(second.repeatable, {there: cell for cell, there in ids.items()}, joined)
     releases = _stated(rows, others, ("availability", "version"))
     digests = diff.kernel_libraries(a_found, b_found)
     yield from _first_of(Stage.LIBRARIES, itertools.chain(releases, digests))
@@ -349,14 +351,23 @@ def _repeated(
     return {n: one["digests"][n] for n in names}, {n: other["digests"][n] for n in names}
 
 
-def _cells_of(repeatable: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """What the sections say of some cells, each under its id in the first artifact."""
+def _cells_of(
+    repeatable: Mapping[str, Any], names: Mapping[str, str], joined: AbstractSet[tuple[str, str]]
+) -> dict[str, Any]:
+    """What the sections say of some cells, each under its id in the first artifact.
+
+    Of what ran, the subjects that both have in that cell.
+    """
 
     def chosen(table: Mapping[str, Any]) -> dict[str, Any]:
         return {names[cell]: found for cell, found in table.items() if cell in names}
 
+    ran = chosen(repeatable["execution"])
     return {
-        Section.EXECUTION.value: chosen(repeatable["execution"]),
+        Section.EXECUTION.value: {
+            cell: {s: found for s, found in subjects.items() if (cell, s) in joined}
+            for cell, subjects in ran.items()
+        },
         Section.INPUTS.value: chosen(repeatable["inputs"]),
     }
 

@@ -34,6 +34,9 @@ class RequestTime:
     """Median of launch medians of the clock `request`."""
     stages_ns: Mapping[str, int]
     device_ns: int | None
+    uncompared: int
+    """Launches of them all whose output could not be held against textbook attention's."""
+    launches: int
     share: Fraction
     """Attention's, of the stages."""
     largest_remaining: str
@@ -101,6 +104,8 @@ def _request(cell: Mapping[str, Any], subject: Mapping[str, Any]) -> RequestTime
         total_ns=total,
         stages_ns=stages,
         device_ns=device,
+        uncompared=sum("agreement" in p and p["agreement"]["error"] is None for p in passes),
+        launches=len(passes),
         share=shares.attention_share(stages) if sum(stages.values()) else Fraction(0),
         largest_remaining=shares.largest_remaining(stages),
         bound=bound,

@@ -70,6 +70,7 @@ def document(
             for ref, found in known.items()
         ],
         "cells": cells,
+        "bits": dict(manifest.document["bits"]),
         "notes": [{"pointer": n.pointer, "text": n.text} for n in manifest.notes],
         "problem": None,
         "cost": None,
@@ -100,6 +101,7 @@ def text(found: Mapping[str, Any]) -> str:
     for image in found["images"]:
         built = "built" if image["built"] else "not built here"
         lines.append(f"image {image['image']} ({image['device']}, {built})")
+    lines.append(_bits(found["bits"]))
     lines += ["", *_table(found)]
     lines += _reasons(found["cells"])
     lines += _left_out(found["cells"])
@@ -112,6 +114,16 @@ def text(found: Mapping[str, Any]) -> str:
     else:
         lines += _cost(found)
     return "\n".join(lines)
+
+
+def _bits(bits: Mapping[str, Any]) -> str:
+    said = {
+        "bitwise": "every tensor of a call is claimed to repeat its bits",
+        "forward": "output and LSE are claimed to repeat their bits, gradients are not",
+        "none": "no bits are claimed",
+    }[bits["claim"]]
+    scope = "" if bits["claim"] == "none" else f"; scope {bits['scope']}"
+    return f"bits: {said}; {bits['repeats']} calls are hashed{scope}"
 
 
 def _figures(cell: Cell) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def headline(observations: Mapping[str, Any]) -> str:
     containment, run = observations["containment"], observations["run"]
     where = f"{containment['engine']} {containment['version']}"
     closed = "in a container" if containment["contained"] else "NOT in a container"
-    resumed = ", resumed" if run["resumed"] else ""
+    resumed = " since it was last resumed" if run["resumed"] else ""
     seconds = run["duration_ns"] / 1e9
     return (
         f"{closed} ({where}), on {device_text(observations)}, "

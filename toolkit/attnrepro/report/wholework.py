@@ -32,6 +32,7 @@ def summary(observations: Mapping[str, Any]) -> list[str]:
         f"{one.cell}, {one.subject}: {one.model} takes {duration(one.total_ns)}, attention "
         f"{_percent(one.share)} of it, largest other stage {one.largest_remaining}"
         + (f"; bound by {one.bound}: {one.evidence}" if one.device_ns is not None else "")
+        + _uncompared(one)
         for one in wholework.requests(observations)
     ]
     lines += [
@@ -41,6 +42,15 @@ def summary(observations: Mapping[str, Any]) -> list[str]:
         for one in wholework.gains(observations)
     ]
     return lines
+
+
+def _uncompared(one: wholework.RequestTime) -> str:
+    if not one.uncompared:
+        return ""
+    return (
+        f"; its output not compared with textbook attention's in {one.uncompared} of "
+        f"{one.launches} launches"
+    )
 
 
 def _requests(observations: Mapping[str, Any]) -> Iterator[Section]:

@@ -41,7 +41,7 @@ class OneImage:
         return Path("/dev/null")
 
 
-def image(digest: str, listing: bytes) -> Any:
+def image(digest: str, listing: bytes, kind: str = "host-rootfs") -> Any:
     return SimpleNamespace(
         stack="host-torch",
         revision="r1",
@@ -49,7 +49,7 @@ def image(digest: str, listing: bytes) -> Any:
         manifest_digest=digest,
         config_digest=digest,
         python="/opt/env/bin/python3",
-        document={},
+        document={"base": {"kind": kind}},
         recipe={},
         sbom=b"",
         listing=listing,
@@ -92,8 +92,13 @@ def test_the_same_root_on_another_host_is_the_image(headline: Verified) -> None:
     assert (images.first_difference, told) == (None, [])
 
 
-def test_a_host_without_an_image_of_its_own_is_told_the_ways_on(headline: Verified) -> None:
+@pytest.mark.parametrize(
+    "store", [OneImage(), OneImage(image("sha256:" + "1f" * 32, b"", "debian"))]
+)
+def test_a_host_without_an_image_of_its_own_is_told_the_ways_on(
+    headline: Verified, store: OneImage
+) -> None:
     with pytest.raises(Unavailable, match="one host's root") as caught:
-        ask(headline, OneImage())
+        ask(headline, store)
     assert "bundle host-torch" in (caught.value.hint or "")
     assert "--stack" in (caught.value.hint or "")

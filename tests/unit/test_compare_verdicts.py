@@ -37,6 +37,19 @@ def test_compiled_code_that_was_not_recorded_is_not_called_identical(backend: st
     assert "1 of them equal" in str(other.first_difference)
 
 
+def test_the_order_in_which_cells_were_checked_is_no_part_of_the_code() -> None:
+    # A cell's list holds what the cells before it compiled: one that was tried again comes last.
+    first, again = compiling("flash_attn_4", CODE[:1]), compiling("flash_attn_4", CODE)
+    for found, cubins in ((first, CODE), (again, CODE)):
+        seen: Any = found.observations
+        cell = copy.deepcopy(seen["cells"][0])
+        cell["id"] = "c001"
+        for subject in cell["subjects"]:
+            subject["execution"]["cubins"] = cubins
+        seen["cells"].append(cell)
+    assert kernels_identical(first, again).result is Result.YES
+
+
 def test_libraries_need_no_compiled_code() -> None:
     before = compiling("sdpa.flash", [])
     assert kernels_identical(before, before).result is Result.YES

@@ -22,6 +22,7 @@ class Ended:
 
     def __init__(self) -> None:
         self.ended: list[str] = []
+        self.forgiven: list[str] = []
         self.stopped = False
 
     def end(self, subject: str) -> None:
@@ -29,6 +30,9 @@ class Ended:
 
     def stop(self) -> None:
         self.stopped = True
+
+    def forgive(self, subject: str) -> None:
+        self.forgiven.append(subject)
 
 
 def entry(subject: str, cell: Mapping[str, Any], status: Status = Status.PASS) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def test_subjects_are_checked_side_by_side() -> None:
     assert {"x", "y"} == set(team.ended)
 
 
-@pytest.mark.parametrize("status", [Status.OUT_OF_MEMORY, Status.TIMEOUT, Status.CRASH])
+@pytest.mark.parametrize("status", [Status.OUT_OF_MEMORY, Status.TIMEOUT])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_what_sharing_could_cause_is_tried_once_more_alone(status: Status, at_once: int) -> None:
     asked: list[tuple[str, str]] = []
@@ -77,17 +81,54 @@ def test_what_sharing_could_cause_is_tried_once_more_alone(status: Status, at_on
     assert not alive
 
 
-def test_a_wrong_result_stands_without_a_second_try() -> None:
+@pytest.mark.parametrize("status", [Status.INCORRECT, Status.CRASH])
+def test_what_sharing_cannot_cause_stands_without_a_second_try(status: Status) -> None:
     asked: list[str] = []
 
     def ask(subject: str, cell: Mapping[str, Any]) -> dict[str, Any]:
         asked.append(subject)
-        return entry(subject, cell, Status.INCORRECT)
+        return entry(subject, cell, status)
 
     team: Any = Ended()
     found = checking.check(CELLS, team, ask, at_once=2)
-    assert {e["status"] for e in found} == {"INCORRECT"}
+    assert {e["status"] for e in found} == {status.value}
     assert len(asked) == 3
+
+
+def test_a_subject_that_hangs_alone_too_is_not_tried_cell_by_cell() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ask(subject: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+        asked.append((subject, cell["id"]))
+        found = entry(subject, cell, Status.TIMEOUT if subject == "x" else Status.PASS)
+        return {**found, "reason": f"try {asked.count((subject, cell['id']))}"}
+
+    team: Any = Ended()
+    found = checking.check(CELLS, team, ask, at_once=2)
+    assert asked.count(("x", "c000")) == 2
+    assert asked.count(("x", "c001")) == 1
+    # The first ending is told: the second may only have met the end of the run.
+    assert [e["reason"] for e in found] == ["try 1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "vendor", "cpus", "wanted"),
+    [
+        ({}, "nvidia", 16, 3),
+        ({}, "nvidia", 2, 2),
+        ({}, "cpu", 16, 1),
+        ({"options": {"compile_mode": "max-autotune-no-cudagraphs"}}, "nvidia", 16, 1),
+        ({"adapter": {"module": "mine"}}, "amd", 16, 1),
+    ],
+)
+def test_nobody_is_beside_a_compiler_that_times(
+    change: dict[str, Any], vendor: str, cpus: int, wanted: int
+) -> None:
+    subjects = [{"id": n, "options": {}, "adapter": None} for n in "abc"]
+    subjects[1] |= change
+    assert checking.together(subjects, vendor=vendor, cpus=cpus) == wanted
+    many = [{"id": str(n), "options": {}} for n in range(13)]
+    assert checking.together(many, vendor="nvidia", cpus=32) == checking.AT_ONCE
 
 
 def test_one_that_raises_stops_all() -> None:
@@ -106,6 +147,44 @@ def test_one_that_raises_stops_all() -> None:
 
     with pytest.raises(Lost):
         checking.check(CELLS, team, ask, at_once=2)
+    assert team.stopped
+
+
+def test_one_that_raises_is_heard_before_an_earlier_one_has_ended() -> None:
+    killed = threading.Event()
+
+    class Lost(Exception):
+        pass
+
+    class Killing(Ended):
+        def stop(self) -> None:
+            killed.set()
+
+    def ask(subject: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+        if subject == "y":
+            raise Lost
+        assert killed.wait(10)  # as a worker does that is killed
+        return entry(subject, cell, Status.CRASH)
+
+    team: Any = Killing()
+    with pytest.raises(Lost):
+        checking.check(CELLS, team, ask, at_once=2)
+
+
+def test_a_signal_while_subjects_are_handed_out_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(BaseException):
+        pass
+
+    class Pool(checking.ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Any:
+            if arguments[1] == "y":
+                raise Stopped
+            return super().submit(*arguments, **more)
+
+    monkeypatch.setattr(checking, "ThreadPoolExecutor", Pool)
+    team: Any = Ended()
+    with pytest.raises(Stopped):
+        checking.check(CELLS, team, entry, at_once=2)
     assert team.stopped
 
 
@@ -168,6 +247,26 @@ def test_a_stopped_team_answers_and_starts_nothing_more() -> None:
         "the task was stopped",
     ]
     assert len(started) == 1
+
+
+def test_a_start_that_failed_beside_others_is_tried_again_when_forgiven() -> None:
+    gone = Failure(status=Status.UNSUPPORTED, reason="no module", place="import")
+    full = Failure(status=Status.OUT_OF_MEMORY, reason="the device is full", place="import")
+
+    class Starting(Blocked):
+        def receive(self, seconds: float) -> dict[str, object] | Failure:
+            return answers.pop(0)
+
+    job: Any = type("Job", (), {"subjects": {"x": {}}, "shared": {}, "cell_seconds": 60.0})()
+    hello: dict[str, object] = {"framework": "torch 9", "math": {}, "flush": {}, "facts": {}}
+    for failure, again in ((full, True), (gone, False)):
+        answers: list[Any] = [failure, failure, hello, {"status": "PASS"}]
+        team = Team(job, start=lambda _s, _k: (Starting(), {}))
+        for _ in range(3):
+            assert isinstance(team.ask("x", {"do": "check"}, "check", within=10), Failure)
+        team.forgive("x")
+        answer = team.ask("x", {"do": "check"}, "check", within=10)
+        assert (answer == {"status": "PASS"}) is again
 
 
 def test_each_subjects_cell_has_its_own_time() -> None:

@@ -18,7 +18,9 @@ from attnrepro_runner.team import Team
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RULE = StopRule(fewest=10, most=40, budget_ns=10**9, half_width=0.001, confidence=0.95)
+RULE = StopRule(
+    fewest=10, most=40, budget_ns=10**9, last_ns=4 * 10**9, half_width=0.001, confidence=0.95
+)
 
 
 # One launch with workers that are not there.

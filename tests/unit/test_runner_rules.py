@@ -39,7 +39,9 @@ H200: dict[str, Any] = {
 }
 OBSERVE: dict[str, Any] = {"policy": "observe", "sm_mhz": None}
 REQUIRE: dict[str, Any] = {"policy": "require", "sm_mhz": 1755}
-RULE = StopRule(fewest=10, most=40, budget_ns=10**9, half_width=0.001, confidence=0.95)
+RULE = StopRule(
+    fewest=10, most=40, budget_ns=10**9, last_ns=4 * 10**9, half_width=0.001, confidence=0.95
+)
 
 
 def seen(*rows: tuple[int, str, int | None]) -> conditions.Conditions:

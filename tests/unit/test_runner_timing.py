@@ -18,7 +18,7 @@ from attnrepro_runner.stoprule import SWITCH_REASON, Series, StopRule
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RULE = StopRule(fewest=10, most=80, budget_ns=1000, half_width=0.01, confidence=0.95)
+RULE = StopRule(fewest=10, most=80, budget_ns=1000, last_ns=4000, half_width=0.01, confidence=0.95)
 
 
 # The stop rule.
@@ -44,12 +44,14 @@ def test_a_wide_interval_goes_on_and_the_budget_ends_it() -> None:
 
 def test_the_next_look_is_a_doubling_or_the_most() -> None:
     assert [RULE.next_look(n) for n in (0, 9, 10, 19, 20, 40, 79)] == [10, 10, 20, 20, 40, 80, 80]
-    odd = StopRule(fewest=10, most=33, budget_ns=1, half_width=0.1, confidence=0.95)
+    odd = StopRule(fewest=10, most=33, budget_ns=1, last_ns=1, half_width=0.1, confidence=0.95)
     assert [odd.next_look(n) for n in (0, 10, 20, 32)] == [10, 20, 33, 33]
 
 
 def test_too_few_samples_have_no_interval() -> None:
-    short = StopRule(fewest=2, most=80, budget_ns=1000, half_width=0.5, confidence=0.95)
+    short = StopRule(
+        fewest=2, most=80, budget_ns=1000, last_ns=4000, half_width=0.5, confidence=0.95
+    )
     assert short.verdict([100, 100], 0) is None
 
 
@@ -195,6 +197,13 @@ def test_the_kernel_clock_shows_the_gaps_of_a_call_that_waits_for_the_device(
     assert clock.take(3, flushing(device, work)) == [10_000 + 100_000 + 20_000] * 3
     # What it learnt was learnt without a sleep, so that no sleep is counted into the next.
     assert device.slept == [2 * 3 * 230_000] * 3
+
+
+def test_the_kernel_clocks_sleep_has_a_limit(device: FakeDevice) -> None:
+    clock = clocks.KernelClock(device)
+    work = call(device, python_ns=60_000_000, kernels=[10_000])
+    assert clock.take(2, flushing(device, work)) == [10_000] * 2
+    assert device.slept == [2 * clocks.KernelClock.MOST_NS] * 2
 
 
 def test_a_kernel_of_a_side_stream_does_not_escape() -> None:
@@ -368,7 +377,9 @@ def test_warm_samples_are_labelled() -> None:
 def test_the_median_rule_covers_as_it_says() -> None:
     """Stopping at doublings of a noisy series must not stop at lucky moments only."""
     generator = random.Random(1)
-    rule = StopRule(fewest=50, most=400, budget_ns=1 << 60, half_width=0.02, confidence=0.95)
+    rule = StopRule(
+        fewest=50, most=400, budget_ns=1 << 60, last_ns=1 << 60, half_width=0.02, confidence=0.95
+    )
     covered = 0
     for _ in range(200):
         samples: list[int] = []

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _NOT_CODE: Final = ("/RECORD", "claims.json")
 """Files that decide nothing of what runs: a wheel's list of its files, what releases claim."""
 
+HOST_RECORD: Final = "host.json"
+"""What a recipe of a host's own root holds in place of a Dockerfile."""
+
 _SHOWN_LINES: Final = 200
 """Lines of a difference that are shown; the rest is counted."""
 
@@ -121,7 +124,7 @@ class RecipeImages:
         found = self._store.by_digest(image["manifest_digest"])
         if found is not None:
             return ready(found, self._store, rebuild_status="found in the store by its digest")
-        if image["base_kind"] == HOST_ROOT:
+        if image["base_kind"] == HOST_ROOT and HOST_RECORD in recipe(self._verified, image["key"]):
             own = self._own_host(image)
             progress(
                 f"the artifact's {own.stack} was made of another host's root: running in this "
@@ -149,7 +152,7 @@ class RecipeImages:
     def _own_host(self, image: Mapping[str, str]) -> ImageRecord:
         """This host's image of the same name: nobody can rebuild one of another host's root."""
         own = self._store.find(image["stack"], image["revision"])
-        if own is not None:
+        if own is not None and own.document["base"]["kind"] == HOST_ROOT:
             return own
         message = f"{image['stack']} was made of one host's root, and this host has made none"
         hint = (

@@ -36,7 +36,7 @@ def same(packed: bytes, listing: bytes) -> bool:
     try:
         theirs = unsqueeze(packed, what="the listing", limit=_LARGEST)
         return list(_short(theirs)) == list(_short(listing))
-    except (Rejected, ValueError, LookupError, TypeError):
+    except (Rejected, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 
@@ -53,7 +53,7 @@ def first_difference(packed: bytes, listing: bytes) -> str | None:
         # Older listings kept more digits.
         short = (tree.parse_listing(b"\n".join(_short(each))) for each in (theirs, listing))
         return tree.first_difference(*short)
-    except (Rejected, BuildFailed):
+    except (Rejected, BuildFailed, RecursionError):
         return None
 
 

@@ -1,26 +1,43 @@
 """The check of all cells: one subject after the other, or on a GPU several side by side.
 
-Nothing is timed in a check, and on a GPU most of it is the host's work (compiling, drawing,
-hashing): of the 290 s that the 72 cells of the papers' grid took one after the other on an H200, 66
-were the oracle's. On a CPU the cores are the device, so that nothing is side by side there.
+Nothing that is kept is timed in a check, and on a GPU most of it is the host's work (compiling,
+drawing, hashing): of the 290 s that the 72 cells of the papers' grid took one after the other on an
+H200, 66 were the oracle's; side by side it took 145 s. On a CPU the cores are the device, so that
+nothing is side by side there; nor is a compiler that times its candidates.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
 
-from attnrepro_runner.status import NEEDS_RESTART
+from attnrepro_runner.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from attnrepro_runner.team import Team
 
 AT_ONCE: Final = 4
 """Subjects side by side on a GPU, each with its inputs and its oracle."""
 
+SHARED: Final = frozenset({Status.OUT_OF_MEMORY.value, Status.TIMEOUT.value})
+"""Endings that sharing a device can cause. A crash is a crash: processes are apart."""
+
 Entry = dict[str, Any]
+
+
+def together(subjects: Iterable[Mapping[str, Any]], *, vendor: str, cpus: int) -> int:
+    """Return how many of these subjects (documents of a job) are checked side by side.
+
+    One where a compiler may time its candidates: what it chooses beside others is what the launches
+    would run. flex does under `max-autotune`, and nobody knows what an adapter of the user's does.
+    """
+    asked = list(subjects)
+    tunes = any(
+        s.get("adapter") is not None or "autotune" in str(s.get("options", "")) for s in asked
+    )
+    return 1 if vendor == "cpu" or tunes else max(1, min(len(asked), cpus, AT_ONCE))
 
 
 def check(
@@ -32,8 +49,8 @@ def check(
 ) -> list[Entry]:
     """Check every subject's cells; return the entries, a subject's together.
 
-    What failed beside others in a way that sharing could cause (memory, time, a crash) is tried
-    once more with nobody beside it, and that is the entry.
+    What ended beside others for want of memory or time is tried once more with nobody beside it,
+    until a cell of that subject ends so alone too.
 
     Args:
         cells: subject to the cells to check.
@@ -54,8 +71,12 @@ def check(
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
-        asked = {subject: pool.submit(all_of, subject) for subject in cells}
         try:
+            asked = {subject: pool.submit(all_of, subject) for subject in cells}
+            wait(asked.values(), return_when=FIRST_EXCEPTION)
+            done = [future for future in asked.values() if future.done()]
+            for future in done:  # one that raised comes before those that are still at it
+                future.result()
             found = {subject: future.result() for subject, future in asked.items()}
         except BaseException:
             team.stop()
@@ -63,8 +84,13 @@ def check(
             raise
     entries = []
     for subject, mine in found.items():
+        alone = at_once > 1
+        if alone:
+            team.forgive(subject)
         for cell, entry in zip(cells[subject], mine, strict=True):
-            again = at_once > 1 and entry["status"] in NEEDS_RESTART
-            entries.append(ask(subject, cell) if again else entry)
+            again = ask(subject, cell) if alone and entry["status"] in SHARED else entry
+            # It stays the first one's ending where the second is none of its own.
+            alone = alone and (again is entry or again["status"] not in SHARED)
+            entries.append(entry if again["status"] in SHARED else again)
         team.end(subject)
     return entries

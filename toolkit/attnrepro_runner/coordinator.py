@@ -212,9 +212,9 @@ class Coordinator:
         """Check: all cells of every subject, the accuracy reference's too."""
         cells = {s: self._cells(task, s, []) for s in task.subjects}
         cells = {s: todo for s, todo in cells.items() if todo}
-        at_once = 1
+        documents = [self._job.subjects[subject] for subject in cells]
+        at_once = checking.together(documents, vendor=self._job.vendor, cpus=_usable_cpus())
         if self._job.vendor != "cpu":
-            at_once = max(1, min(len(cells), _usable_cpus(), checking.AT_ONCE))
             team.start_all(list(cells), "check", cores=_usable_cpus())
 
         def ask(subject: str, cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,7 +392,7 @@ class Coordinator:
             flags=self._flags,
         )
         environment |= caches.environment(folder)
-        return environment, recorded
+        return environment, {**recorded, **caches.SWITCHES}
 
 
 def _entry(cell: str, subject: str, answer: Mapping[str, object] | Failure) -> dict[str, Any]:

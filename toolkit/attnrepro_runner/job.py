@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnrepro_runner.stoprule import StopRule
+from attnrepro_runner.stoprule import BUDGETS_FOR_FEWEST, SHARE_OF_LIMIT, StopRule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,10 +85,13 @@ class Job:
         """Return the manifest's stop rule."""
         timing = self.shared["timing"]
         fewest, most = timing.get("samples", [100, 1600])
+        budget = float(timing.get("cell_seconds", 10))
+        last = min(budget * BUDGETS_FOR_FEWEST, self.cell_seconds * SHARE_OF_LIMIT)
         return StopRule(
             fewest=fewest,
             most=max(fewest, most),
-            budget_ns=round(float(timing.get("cell_seconds", 10)) * 1e9),
+            budget_ns=round(budget * 1e9),
+            last_ns=round(max(budget, last) * 1e9),
             half_width=float(timing.get("median_ci", 0.005)),
             confidence=float(timing.get("confidence", 0.95)),
         )

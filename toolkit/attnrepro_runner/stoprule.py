@@ -3,7 +3,7 @@
 The rule looks at a series only when its usable length is the fewest samples times a power of two:
 looking after every block would stop at lucky moments, and the interval would cover far less than it
 says. The budget ends a series that has its fewest samples; one of long calls gets them within four
-budgets, since fewer would be worth nothing.
+budgets and half the cell's limit, since fewer would be worth nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BUDGETS_FOR_FEWEST = 4
 """Budgets after which a series ends that has not even its fewest samples."""
+SHARE_OF_LIMIT = 0.5
+"""Part of a cell's whole time after which it ends likewise: inputs and oracle need the rest."""
 
 SWITCH_REASON = "first after a switch of process"
 
@@ -31,6 +33,8 @@ class StopRule:
     most: int
     budget_ns: int
     """Of measured time, for what is more than the fewest samples."""
+    last_ns: int
+    """Of measured time, for the fewest samples."""
     half_width: float
     """Relative half width of the median's interval that is enough."""
     confidence: float
@@ -49,7 +53,7 @@ class StopRule:
             return "max_samples"
         if self._is_look(n) and self._narrow(samples):
             return "median_ci"
-        if spent_ns >= self.budget_ns * (1 if n >= self.fewest else BUDGETS_FOR_FEWEST):
+        if spent_ns >= (self.budget_ns if n >= self.fewest else self.last_ns):
             return "budget"
         return None
 

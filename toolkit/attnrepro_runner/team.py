@@ -115,11 +115,18 @@ class Team:
         else:
             self._spent.pop(subject, None)
 
+    def forgive(self, subject: str) -> None:
+        """Let a subject start again that failed to; not one whose backend is not there."""
+        failure = self._failed_starts.get(subject)
+        if failure is not None and failure.status != Status.UNSUPPORTED:
+            del self._failed_starts[subject]
+            self._failures_in_a_row[subject] = 0
+
     def stop(self) -> None:
         """Kill every worker and start no other, so that each thread that asks has its answer."""
         with self._lock:
             self._stopped = True
-            for member in self._members.values():
+            for member in list(self._members.values()):
                 member.worker.kill()
 
     def end(self, subject: str) -> None:

@@ -346,7 +346,7 @@ def _repeated(
         name
         for name in one["digests"]
         if name in other["digests"] and one["profile"] == other["profile"]
-        if one["observed"][name] == other["observed"][name] == "repeats"
+        if one["observed"].get(name) == other["observed"].get(name) == "repeats"
     ]
     return {n: one["digests"][n] for n in names}, {n: other["digests"][n] for n in names}
 

@@ -263,21 +263,41 @@ def _unrecorded(observations: Mapping[str, Any]) -> str | None:
 
 
 def _cubins(original: Mapping[str, Any], rerun: Mapping[str, Any]) -> Iterator[diff.Difference]:
-    here = {
-        (cell["id"], subject["subject"]): subject.get("execution", {})
-        for cell in rerun["cells"]
-        for subject in cell["subjects"]
-    }
-    for cell in original["cells"]:
+    """Differences of the device code that each subject compiled.
+
+    Over all its cells: a cell's list holds what the cells before it compiled too, and their order
+    is not part of the code.
+    """
+    ran = _both_ran(original, rerun)
+    there, here = _compiled(original, ran), _compiled(rerun, ran)
+    for subject, before in there.items():
+        after = here[subject]
+        if before != after:
+            yield diff.Difference(
+                place=f"{subject} cubins",
+                first=f"{len(before)} cubins",
+                second=f"{len(after)} cubins, {len(before & after)} of them equal",
+            )
+
+
+def _both_ran(*runs: Mapping[str, Any]) -> set[tuple[str, str]]:
+    found = [
+        {
+            (cell["id"], subject["subject"])
+            for cell in run["cells"]
+            for subject in cell["subjects"]
+            if "execution" in subject
+        }
+        for run in runs
+    ]
+    return set.intersection(*found)
+
+
+def _compiled(run: Mapping[str, Any], ran: set[tuple[str, str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for cell in run["cells"]:
         for subject in cell["subjects"]:
-            key = (cell["id"], subject["subject"])
-            if "execution" not in subject or not here.get(key):
-                continue
-            before = sorted(subject["execution"]["cubins"])
-            after = sorted(here[key]["cubins"])
-            if before != after:
-                yield diff.Difference(
-                    place=f"{key[0]} {key[1]} cubins",
-                    first=f"{len(before)} cubins",
-                    second=f"{len(after)} cubins, {len(set(before) & set(after))} of them equal",
-                )
+            if (cell["id"], subject["subject"]) in ran:
+                digests = subject["execution"]["cubins"]
+                found.setdefault(subject["subject"], set()).update(digests)
+    return found

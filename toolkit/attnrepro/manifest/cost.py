@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from attnrepro.manifest.model import Cell, Manifest
+    from attnrepro.manifest.model import Cell, ImageRef, Manifest
     from attnrepro.manifest.plan import Plan
     from attnrepro.manifest.stacks import StackFacts
 
@@ -55,20 +55,20 @@ _MACHINES: Final = {
         flops=3e14,
         bytes=2e12,
         call_seconds=2e-4,
-        oracle_flops=2e13,
-        elements=1e9,
-        worker_seconds=11,
-        cell_seconds=1.5,
+        oracle_flops=1.4e13,
+        elements=7e8,
+        worker_seconds=12,
+        cell_seconds=1,
         pair_seconds=1e-3,
     ),
     "amd": _Machine(
         flops=2e14,
         bytes=2e12,
         call_seconds=2e-4,
-        oracle_flops=2e13,
-        elements=1e9,
-        worker_seconds=11,
-        cell_seconds=1.5,
+        oracle_flops=1.4e13,
+        elements=7e8,
+        worker_seconds=12,
+        cell_seconds=1,
         pair_seconds=1e-3,
     ),
 }
@@ -81,6 +81,8 @@ _AGAIN: Final = 64
 _SCORES_AGAIN: Final = 1 << 30
 _CHECKED_AT_ONCE: Final = 4
 """Subjects that the runner checks side by side on a GPU (`attnrepro_runner.checking`)."""
+_MODEL_SECONDS: Final = 4.0
+"""What a request model takes in each launch: weights, textbook attention's output, its stages."""
 _LOOK: Final = 2
 """Doublings of the fewest samples after which a quiet machine has stopped."""
 
@@ -123,7 +125,8 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
     on_gpu = device["vendor"] != "cpu"
     low = high = 0.0
     series = 0
-    checks: list[tuple[float, float]] = []
+    checks: dict[ImageRef, list[float]] = {}
+    starts: dict[ImageRef, list[int]] = {}
     for subject in manifest.subjects:
         cells = [
             c
@@ -134,14 +137,13 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
             continue
         timed = launches if subject.is_timed else 0
         alone = (int(timing["cold_start"]) * len(cells) + int(timing["memory"])) * bool(timed)
-        # A GPU's workers start side by side for the check and for each launch.
-        together = (1 + timed) if not on_gpu else (1 + timed) * (not checks)
-        starts = (alone + together) * machine.worker_seconds
+        starts.setdefault(subject.image, []).append(1 + timed)
         # Empty caches stand before the check, which may run under another profile, before the cold
         # pass, and before what is timed.
         fresh = (1 + int(timing["cold_start"])) * bool(timed) + _FROM_CACHE * timed
         compiled = _COMPILED.get(subject.backend, 0.0) * _compilations(subject.backend, cells)
-        low, high = low + starts + fresh * compiled, high + starts + 1.5 * fresh * compiled
+        begun = alone * machine.worker_seconds
+        low, high = low + begun + fresh * compiled, high + begun + 1.5 * fresh * compiled
         checked = compiled
         for cell in cells:
             call = _call(cell, machine, threads)
@@ -154,13 +156,19 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
             fewest, most = timing["samples"]
             warm = timing["warmup_seconds"]
             quick = min(timing["cell_seconds"], fewest * _LOOK * call) + warm[0]
-            slow = min(timing["cell_seconds"], most * call) + min(warm[1], warm[0] + 1)
-            low += timed * (2 * again + quick) + 3 * call
-            high += timed * (4 * again + slow) + 3 * call
+            budget = timing["cell_seconds"]
+            slow = min(most * call, max(budget, min(fewest * call, 4 * budget)))
+            slow += min(warm[1], warm[0] + 1)
+            made = _MODEL_SECONDS * (on_gpu and cell.request is not None)
+            low += timed * (2 * again + quick + made) + 3 * call
+            high += timed * (4 * again + slow + 1.5 * made) + 3 * call
             series += timed * most * len(timing["clocks"])
-        checks.append((checked, 2 * checked))
-    low += _checked([quickest for quickest, _ in checks], on_gpu)
-    high += _checked([slowest for _, slowest in checks], on_gpu)
+        checks.setdefault(subject.image, []).append(checked)
+    for image, each in checks.items():
+        # The subjects of one image start side by side on a GPU, for the check and for each launch.
+        begun = (max if on_gpu else sum)(starts[image]) * machine.worker_seconds
+        low += begun + _checked(each, on_gpu)
+        high += begun + 2 * _checked(each, on_gpu)
     found = list(stacks)
     missing = [s for s in found if not s.is_built]
     return Cost(

@@ -178,9 +178,12 @@ def _bits(bits: Mapping[str, Any] | None) -> str:
     if bits is None:
         return ""
     differ = sorted(name for name, seen in bits["observed"].items() if seen == "differs")
+    broken = [n for n in differ if n in bitclaims.broken(bits["claimed"], bits["observed"])]
+    others = [name for name in differ if name not in broken]
     if differ:
-        broken = bitclaims.broken(bits["claimed"], bits["observed"])
-        return f"differ: {', '.join(differ)}{'' if broken else ', not claimed'}"
+        said = [", ".join(broken)] if broken else []
+        said += [f"{', '.join(others)}, not claimed"] if others else []
+        return f"differ: {'; '.join(said)}"
     return f"equal in {bits['repeats']} runs"
 
 

@@ -59,9 +59,11 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
         root=root,
         python=PYTHON,
         roots=["torch", "numpy"],
+        stack="host-torch-fa3",
     )
     try:
-        found = store.find("host-torch")
+        assert store.find("host-torch") is None
+        found = store.find("host-torch-fa3")
         assert found is not None
         assert found.manifest_digest == record.manifest_digest
         assert record.document["base"]["kind"] == "host-rootfs"

@@ -14,7 +14,7 @@ import pytest
 
 from attnrepro.errors import BuildFailed, Unavailable, UsageError
 from attnrepro.images import bundle, bundle_engine, bundle_finish, bundle_install
-from attnrepro.images.hostrecord import STACK
+from attnrepro.images.hostrecord import STACK, is_host_stack
 from attnrepro.images.store import Store
 from attnrepro.images.wheelfiles import read_wheel
 
@@ -27,6 +27,7 @@ from small_host import make_wheel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+FA2 = "host-torch-fa2"
 PART = 700_000
 
 
@@ -56,14 +57,17 @@ def made(work: Path) -> bundle.Bundle:
         return ""
 
     kernel = make_wheel(work, "fa3-fwd", "0.0.3", {"fa3/a.so": random.Random(1).randbytes(1 << 20)})
+    # Both hold one file, as flash-attn-4 and flash-attn 2 do: each is of a stack of its own.
+    other = make_wheel(work, "flash-attn", "2.8.3", {"fa3/a.so": b"\x7fELF other"})
+    shared = make_wheel(work, "einops", "0.8.2", {"einops/__init__.py": b""})
     public = make_wheel(work, "torch", "2.11.0", {"torch/a.so": b"t"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundle, "run", download)
         return bundle.make(
-            [STACK],
+            [STACK, FA2],
             out=work / "out",
             part_size=PART,
-            wheels=[kernel],
+            wheels={STACK: [kernel, shared], FA2: [other, shared]},
             public=[public],
             python="3.12",
             store=Store(work / "store"),
@@ -119,8 +123,13 @@ def test_parts_arrive_in_several_visits(made: bundle.Bundle, work: Path, tmp_pat
     assert (payload / "site/attnrepro_runner/__init__.py").is_file()
     assert (payload / "site/attnrepro/_data/schema/image.schema.json").is_file()
     contents = json.loads((payload / "contents.json").read_text())
-    assert contents["host_torch"] is True
-    [wheel] = contents["wheels"]
+    hosts = {host["stack"]: [w["file"] for w in host["wheels"]] for host in contents["hosts"]}
+    assert hosts == {
+        STACK: ["fa3_fwd-0.0.3-py3-none-any.whl", "einops-0.8.2-py3-none-any.whl"],
+        FA2: ["flash_attn-2.8.3-py3-none-any.whl", "einops-0.8.2-py3-none-any.whl"],
+    }
+    assert len(list((payload / "kernels").iterdir())) == 3
+    wheel = contents["hosts"][0]["wheels"][0]
     carried = read_wheel(payload / "kernels" / wheel["file"])
     original = read_wheel(work / wheel["file"])
     assert wheel["sha256"] == original.sha256 != carried.sha256
@@ -176,7 +185,7 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         arguments: dict[str, object] = {
             "out": tmp_path / "out",
             "part_size": 65536,
-            "wheels": (),
+            "wheels": {},
             "public": (),
             "python": "3.12",
             "store": Store(tmp_path / "store"),
@@ -191,13 +200,35 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         make([STACK], out=tmp_path / "full")
     with pytest.raises(UsageError, match="--wheel"):
-        make(["cpu-torch2.13"], wheels=[Path("x.whl")])
+        make(["cpu-torch2.13"], wheels={STACK: [Path("x.whl")]})
+    with pytest.raises(UsageError, match=r"host-torch-fa2 is none"):
+        make([STACK], wheels={FA2: [Path("x.whl")]})
     with pytest.raises(BuildFailed, match="dockerd"):
         make([STACK], engine_root=tmp_path / "full")
     # flash-attn 2 and flash-attn-4 both hold flash_attn/cute: told here, not on the host.
     same = [make_wheel(tmp_path, name, "1", {"flash_attn/cute/x.py": b"x"}) for name in ("a", "b")]
     with pytest.raises(BuildFailed, match=r"cute/x\.py is in both a-1.* and b-1"):
-        make([STACK], wheels=same)
+        make([STACK], wheels={STACK: same})
+    # One name, two wheels: the host would take one of them for both.
+    twins = []
+    for name in ("p", "q"):
+        (tmp_path / name).mkdir()
+        twins.append(make_wheel(tmp_path / name, "a", "2", {"a.py": name.encode()}))
+    with pytest.raises(BuildFailed, match="two different files are named a-2"):
+        make([STACK, FA2], wheels={STACK: twins[:1], FA2: twins[1:]})
+
+
+def test_a_wheel_names_its_stack_before_the_equals_sign() -> None:
+    given = ["a.whl", "host-torch-fa2=b.whl", "host-torch=c.whl", "odd=name.whl"]
+    assert bundle.by_stack(given) == {
+        STACK: [Path("a.whl"), Path("c.whl"), Path("odd=name.whl")],
+        FA2: [Path("b.whl")],
+    }
+
+
+@pytest.mark.parametrize("name", ["host-torch-", "host-torch-A", "host-torchfa2", "xhost-torch"])
+def test_other_names_are_no_hosts(name: str) -> None:
+    assert not is_host_stack(name)
 
 
 def test_interrupted_bundle_leaves_nothing_in_the_way(
@@ -218,7 +249,7 @@ def test_interrupted_bundle_leaves_nothing_in_the_way(
             [],
             out=out,
             part_size=65536,
-            wheels=(),
+            wheels={},
             public=(),
             python="3.12",
             store=Store(tmp_path / "store"),

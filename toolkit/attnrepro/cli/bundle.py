@@ -15,14 +15,19 @@ def bundle(
         list[str],
         typer.Argument(
             metavar="STACK...",
-            help="Built stacks; or host-torch: the host's own PyTorch with kernels on top.",
+            help="Built stacks; or host-torch: the host's own PyTorch with kernels on top. Several "
+            "sets of kernels are host-torch and host-torch-NAME.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="A new folder for the parts.")],
     part_size: Annotated[str, typer.Option(help="Most bytes of a part, as 30MiB.")] = "30MiB",
     wheel: Annotated[
-        list[Path] | None,
-        typer.Option(help="host-torch: a kernel's wheel; may be given again."),
+        list[str] | None,
+        typer.Option(
+            metavar="[STACK=]FILE",
+            help="A kernel's wheel for host-torch, or for the host-torch-NAME before the `=`; may "
+            "be given again.",
+        ),
     ] = None,
     public: Annotated[
         list[Path] | None,
@@ -49,7 +54,7 @@ def bundle(
         stacks,
         out=out,
         part_size=bundles.parse_size(part_size),
-        wheels=wheel or (),
+        wheels=bundles.by_stack(wheel or ()),
         public=public or (),
         python=python,
         store=Store(),

@@ -28,13 +28,14 @@ from attnrepro import resources
 from attnrepro.errors import BuildFailed, Unavailable, UsageError
 from attnrepro.files import atomic_write, sha256_file
 from attnrepro.images import bundle_engine, spec, wheelfiles
-from attnrepro.images.hostrecord import STACK, TWIN
+from attnrepro.images.hostrecord import STACK, TWIN, is_host_stack
 from attnrepro.images.process import run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from attnrepro.images.store import ImageRecord, Store
+    from attnrepro.images.wheelfiles import WheelInfo
     from attnrepro.jsonio import JsonObject
 
     Progress = Callable[[str], None]
@@ -68,12 +69,22 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def by_stack(given: Sequence[str]) -> dict[str, list[Path]]:
+    """Read what `--wheel` was given: FILE for host-torch, or STACK=FILE."""
+    found: dict[str, list[Path]] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        stack, file = (name, path) if equals and is_host_stack(name) else (STACK, text)
+        found.setdefault(stack, []).append(Path(file))
+    return found
+
+
 def make(
     stacks: Sequence[str],
     *,
     out: Path,
     part_size: int,
-    wheels: Sequence[Path],
+    wheels: Mapping[str, Sequence[Path]],
     public: Sequence[Path],
     python: str,
     store: Store,
@@ -83,10 +94,10 @@ def make(
     """Write a bundle into an empty or new folder.
 
     Args:
-        stacks: Built stacks, or `host-torch`.
+        stacks: Built stacks, or `host-torch` and `host-torch-…`.
         out: The folder.
         part_size: Most bytes of a part.
-        wheels: Kernels for `host-torch`'s upper layer.
+        wheels: Kernels for the upper layer of each `host-torch…`, by its name.
         public: Public wheels with which the host's packages are compared; none: those of the twin
             stack that the store holds.
         python: Minor version on the host, as 3.12.
@@ -95,37 +106,48 @@ def make(
         progress: Told each step.
 
     Raises:
-        UsageError: the folder is not empty, or wheels without `host-torch`.
+        UsageError: the folder is not empty, or wheels of a stack that is not among them.
         Unavailable: a stack is not built, or pip is missing.
-        BuildFailed: a download failed, a wheel is damaged, or two of them hold one file.
+        BuildFailed: a download failed, a wheel is damaged, or two of one stack hold one file.
     """
     if out.exists() and any(out.iterdir()):
         message = f"{out} is not empty"
         raise UsageError(message, hint="name a new folder with --out")
-    if wheels and STACK not in stacks:
-        message = f"--wheel is for the stack {STACK}"
+    hosts = [name for name in stacks if is_host_stack(name)]
+    if strange := sorted(name for name in wheels if name not in hosts):
+        message = f"--wheel is for a stack {STACK}, and {strange[0]} is none of this bundle's"
         raise UsageError(message, hint=f"attnrepro bundle {STACK} --wheel …")
     # The host would only find out after the transfer.
-    kernels = [wheelfiles.read_wheel(wheel) for wheel in wheels]
-    wheelfiles.reject_clashes(kernels)
+    kernels = {
+        name: {wheel: wheelfiles.read_wheel(wheel) for wheel in wheels.get(name, ())}
+        for name in hosts
+    }
+    for found in kernels.values():
+        wheelfiles.reject_clashes(list(found.values()))
+    _one_file_a_name([info for found in kernels.values() for info in found.values()])
     for name in stacks:
-        if name != STACK:
+        if name not in hosts:
             _built(name, store)
     with store.workspace("bundle") as work:
         payload = work / "payload"
         payload.mkdir()
         bundle_engine.put(payload / "engine", root=engine_root, work=work, progress=progress)
         _package(payload / "site", work / "wheelhouse", python, progress)
-        images = [_image(payload / "images", name, store) for name in stacks if name != STACK]
-        for wheel, info in zip(wheels, kernels, strict=True):
+        images = [_image(payload / "images", n, store) for n in stacks if n not in hosts]
+        for wheel, info in {w: i for found in kernels.values() for w, i in found.items()}.items():
             _carry(wheel, payload / "kernels" / info.file)
-        if STACK in stacks:
+        if hosts:
             _public(payload / "public", public or _twin_wheels(store, work), progress)
         contents = {
-            "schema": "attnrepro.bundle-contents/1",
+            "schema": "attnrepro.bundle-contents/2",
             "images": images,
-            "host_torch": STACK in stacks,
-            "wheels": [{"file": info.file, "sha256": info.sha256} for info in kernels],
+            "hosts": [
+                {
+                    "stack": name,
+                    "wheels": [{"file": i.file, "sha256": i.sha256} for i in found.values()],
+                }
+                for name, found in kernels.items()
+            ],
             "python": python,
         }
         (payload / "contents.json").write_text(json.dumps(contents, indent=1))
@@ -140,6 +162,14 @@ def make(
                 with suppress(OSError):
                     out.rmdir()
             raise
+
+
+def _one_file_a_name(infos: Sequence[WheelInfo]) -> None:
+    seen: dict[str, str] = {}
+    for info in infos:
+        if seen.setdefault(info.file, info.sha256) != info.sha256:
+            message = f"two different files are named {info.file}"
+            raise BuildFailed(message, hint="give both stacks the same one")
 
 
 def _package(site: Path, wheelhouse: Path, python: str, progress: Progress) -> None:

@@ -36,14 +36,15 @@ def finish(payload: Path, *, store: Store | None = None) -> list[str]:
     kept = store or Store()
     write_cdi(CDI_PATH)
     lines = [_adopt(payload / "images" / name, kept) for name in contents["images"]]
-    if contents["host_torch"]:
+    for host in contents["hosts"]:
         record = hostroot.build(
             engine=DockerEngine(),
             store=kept,
-            wheels=[payload / "kernels" / wheel["file"] for wheel in contents["wheels"]],
-            wheel_digests={wheel["file"]: wheel["sha256"] for wheel in contents["wheels"]},
+            wheels=[payload / "kernels" / wheel["file"] for wheel in host["wheels"]],
+            wheel_digests={wheel["file"]: wheel["sha256"] for wheel in host["wheels"]},
             public=[public_wheel(path) for path in sorted((payload / "public").glob("*.json"))],
             progress=progress,
+            stack=host["stack"],
         )
         lines.append(f"{record.stack}@{record.revision} {record.manifest_digest}")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -38,6 +39,14 @@ _CLAIMS: Final = {
 """Distribution to the release's file in images/claims."""
 
 
+_NAME: Final = re.compile(r"host-torch(-[a-z0-9][a-z0-9.]{0,40})?")
+
+
+def is_host_stack(name: str) -> bool:
+    """Whether a stack is made of a host's own root: host-torch, or host-torch- and a word."""
+    return _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """The wheels of the upper layer, unpacked and compiled."""
@@ -50,6 +59,7 @@ class Kernels:
 class Made:
     """A finished image, to be written down."""
 
+    stack: str
     selection: Selection
     kernels: Kernels
     layers: Sequence[oci.Layer]
@@ -94,7 +104,7 @@ def save(store: Store, made: Made) -> ImageRecord:
     listing = b"".join(entry.line() for entry in sorted(made.entries, key=lambda e: e.path))
     document: JsonObject = {
         "schema": "attnrepro.image/1",
-        "stack": STACK,
+        "stack": made.stack,
         "revision": REVISION,
         "title": f"This host's own PyTorch {versions['torch']} and system, with kernels on top",
         "platform": "linux/amd64",
@@ -138,7 +148,9 @@ def save(store: Store, made: Made) -> ImageRecord:
         ],
         "arch": ["x86-64"],
         "source_date_epoch": hosttree.EPOCH,
-        "sbom": store.add_bytes(_sbom(debs, versions, kernels, recipe_digest, selection.root)),
+        "sbom": store.add_bytes(
+            _sbom(made.stack, debs, versions, kernels, recipe_digest, selection.root)
+        ),
         "claims": "claims.json",
         "modified": [],
         "origin": "stack",
@@ -185,6 +197,7 @@ def _debs(root: Path) -> list[Deb]:
 
 
 def _sbom(
+    stack: str,
     debs: Sequence[Deb],
     versions: Mapping[str, str],
     kernels: Kernels,
@@ -194,7 +207,7 @@ def _sbom(
     known = {info.name: info for info in kernels.infos}
     system = _system(root)
     return sbom.render(
-        name=f"{STACK}@{REVISION}",
+        name=f"{stack}@{REVISION}",
         recipe_digest=f"sha256:{recipe_digest}",
         epoch=hosttree.EPOCH,
         suite=system.get("VERSION_CODENAME"),

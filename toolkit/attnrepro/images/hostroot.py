@@ -11,7 +11,7 @@ import io
 import json
 import tarfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -46,6 +46,15 @@ class _Importer(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """What an image is of."""
+
+    stack: str
+    selection: Selection
+    kernels: Kernels
+
+
 def build(
     *,
     engine: DockerEngine,
@@ -57,6 +66,7 @@ def build(
     root: Path = Path("/"),
     python: HostPython | None = None,
     roots: Sequence[str] = ROOTS,
+    stack: str = STACK,
 ) -> ImageRecord:
     """Make the image of this host, load it into the engine, and keep its record.
 
@@ -72,6 +82,7 @@ def build(
         root: Of the host's file system.
         python: The environment; None is the running interpreter's.
         roots: Requirements that must stay in the environment.
+        stack: Its name (`hostrecord.is_host_stack`).
 
     Raises:
         Unavailable: the engine's store is not the classic one, or it vanished.
@@ -103,7 +114,8 @@ def build(
             layers.append(upper.layer)
             entries = _merged(entries, upper.entries)
         times["write_ms"] = int((time.monotonic() - began) * 1000)
-        return _finish(engine, store, selection, kernels, layers, entries, public, times, progress)
+        named = _Named(stack=stack, selection=selection, kernels=kernels)
+        return _finish(engine, store, named, layers, entries, public, times, progress)
 
 
 def _kernels(
@@ -165,8 +177,7 @@ def _merged(lower: Iterable[Entry], upper: Iterable[Entry]) -> list[Entry]:
 def _finish(
     engine: DockerEngine,
     store: Store,
-    selection: Selection,
-    kernels: Kernels,
+    named: _Named,
     layers: Sequence[oci.Layer],
     entries: Sequence[Entry],
     public: Sequence[WheelInfo],
@@ -176,7 +187,7 @@ def _finish(
     from attnrepro.engines.base import ImageIdentity
     from attnrepro.engines.dockerapi import connection
 
-    environment = _environment(selection.python)
+    environment = _environment(named.selection.python)
     written = oci.image(
         layers,
         platform="linux/amd64",
@@ -187,7 +198,7 @@ def _finish(
         workdir="/",
         labels={},
     )
-    name = f"localhost/attnrepro/{STACK}:{REVISION}-{written.manifest_digest[7:19]}"
+    name = f"localhost/attnrepro/{named.stack}:{REVISION}-{written.manifest_digest[7:19]}"
     archive = store.root / "archives" / f"{written.manifest_digest[7:]}.tar"
     archive.parent.mkdir(parents=True, exist_ok=True)
     _write_archive(archive, written, layers[1:], layers[0], name, store)
@@ -201,12 +212,13 @@ def _finish(
     engine.ensure_image(identity)
     with connection(engine.url, engine.api_version) as client:
         cast("_Importer", client).remove_image(_IMPORTED)
-    checks = _compare(selection.python, entries, public)
+    checks = _compare(named.selection.python, entries, public)
     record = hostrecord.save(
         store,
         Made(
-            selection=selection,
-            kernels=kernels,
+            stack=named.stack,
+            selection=named.selection,
+            kernels=named.kernels,
             layers=layers,
             entries=entries,
             image=written,

@@ -14,6 +14,7 @@ from attnrepro.errors import Rejected
 
 SUFFIX: Final = ".xz"
 _PRESET: Final = 6
+_PIECE: Final = 1 << 20
 _MEMORY: Final = 80 << 20
 """Bytes that a decompressor may take: preset 9 takes 65 MiB, ours 9."""
 
@@ -35,9 +36,13 @@ def unsqueeze(data: bytes, *, what: str, limit: int) -> bytes:
         Rejected: `outer.xz` for anything but one whole stream, `outer.size` beyond the limit.
 
     """
+    found = bytearray()
     try:
         unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_MEMORY)
-        found = unpacker.decompress(data, max_length=limit + 1)
+        # Piece by piece: asked for all at once, it keeps pieces of its own and then joins them.
+        found += unpacker.decompress(data, max_length=_PIECE)
+        while not unpacker.eof and not unpacker.needs_input and len(found) <= limit:
+            found += unpacker.decompress(b"", max_length=_PIECE)
     except (lzma.LZMAError, EOFError, MemoryError) as error:
         message = f"{what} is no xz stream: {error}"
         raise Rejected(message, rule="outer.xz") from None
@@ -48,4 +53,4 @@ def unsqueeze(data: bytes, *, what: str, limit: int) -> bytes:
     if not unpacker.eof or unpacker.unused_data:
         message = f"{what} is cut short, or something follows its xz stream"
         raise Rejected(message, rule="outer.xz")
-    return found
+    return bytes(found)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from attnrepro import resources
 from attnrepro.artifact.sign import Original
 from attnrepro.artifact.trust import TrustStore
 from attnrepro.artifact.verify import Verified, verify
@@ -89,6 +90,43 @@ def test_a_key_is_revoked_by_its_owners_name(
     told(capsys, "trust", "revoke", "alice", "--reason", "laptop lost")
     listed = told(capsys, "trust", "list")["keys"]
     assert [k["owner"] for k in listed if k["standing"] == "revoked"] == ["alice"]
+
+
+def test_what_is_no_rerun_of_the_file_is_refused(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(capsys, "trust", "add", str(file), "--owner", "alice")
+    headline = resources.manifests_dir() / "hopper-headline"
+    for other in (file, headline / "second-host.rerun.attnrepro"):
+        found = told(capsys, "verify", str(file), "--rerun", str(other), code=2)
+        assert "is no rerun of" in found["error"]["message"]
+    original = str(headline / "reference.attnrepro")
+    rerun = str(headline / "second-host.rerun.attnrepro")
+    assert told(capsys, "verify", original, "--rerun", rerun, code=3)["support"]["not_counted"]
+
+
+def test_a_key_that_expires_at_once_is_refused(
+    file: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    until = ["--until", "2020-01-01"]
+    found = told(capsys, "trust", "add", str(file), "--owner", "alice", *until, code=2)
+    assert "has passed" in found["error"]["message"]
+    assert not (home / "trust.json").exists()
+
+
+def test_new_replaces_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    # A name that is a folder stands for all that is no regular file; a device would be lost.
+    for name in ("/dev", ""):
+        told(capsys, "new", name, "--force", code=2)
+
+
+def test_new_tells_what_check_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new", str(tmp_path / "a.json"), "--stack", "cuda13.0-torch2.13-fa4"]) == 0
+    assert "check refuses this so far" in capsys.readouterr().err
+    assert run(["new", str(tmp_path / "b.json")]) == 0
+    assert "refuses" not in capsys.readouterr().err
 
 
 def test_signed_by_yourself(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:

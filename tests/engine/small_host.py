@@ -31,7 +31,9 @@ def make_wheel(
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for member, data in members.items():
-            archive.writestr(member, data)
+            info = zipfile.ZipInfo(member)
+            info.external_attr = (0o744 if "/bin/" in member else 0o644) << 16
+            archive.writestr(info, data, zipfile.ZIP_DEFLATED)
     return path
 
 

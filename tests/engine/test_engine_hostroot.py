@@ -47,13 +47,17 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
         {"fa3/__init__.py": b"k = 5\n", "fa3/_C.so": b"\x7fELF fa3"},
         ("torch",),
     )
+    script = b"#!/bin/sh\necho compiles in $CUDA_HOME\n"
+    compiler = make_wheel(
+        tmp_path, "nvidia-cuda-nvcc", "13.0.88", {"nvidia/cu13/bin/nvcc": script}, ()
+    )
     store = Store(tmp_path / "store")
     told: list[str] = []
     record = hostroot.build(
         engine=engine,
         store=store,
-        wheels=[kernel],
-        wheel_digests={kernel.name: "ab" * 32},
+        wheels=[kernel, compiler],
+        wheel_digests={kernel.name: "ab" * 32, compiler.name: "cd" * 32},
         public=[read_wheel(public["torch"]), read_wheel(public["nvidia-cuda-runtime"])],
         progress=told.append,
         root=root,
@@ -72,11 +76,15 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
         torch, runtime = host["public_wheels"]
         assert (torch["identical"], torch["differing"]) == (False, ["torch/lib/libtorch.so"])
         assert (runtime["identical"], runtime["missing"]) == (True, [])
-        assert host["kernel_wheels"] == [[kernel.name, "ab" * 32]]
+        assert host["kernel_wheels"] == [
+            [kernel.name, "ab" * 32],
+            [compiler.name, "cd" * 32],
+        ]
         assert host["debian_packages"] == [["libc6", "2.39-0"]]
         assert sorted(host["distributions"]) == [
             "fa3-fwd",
             "numpy",
+            "nvidia-cuda-nvcc",
             "nvidia-cuda-runtime",
             "sympy",
             "torch",
@@ -95,6 +103,9 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
         ls /opt/env/lib/python3.12/site-packages/fa3/__pycache__
         ls /opt/env/lib/python3.12/site-packages/torch/__pycache__
         cat /opt/env/lib/python3.12/site-packages/fa3/__init__.py
+        nvcc
+        ls -l $CUDA_HOME $CUDA_HOME/lib
+        ls $CUDA_HOME/lib/stubs
         """
         spec = ContainerSpec(
             image=image,
@@ -112,6 +123,9 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
         assert {"jax", "cuda-13.0", "shadow", "ssh", "environment"} & words == set()
         assert "secret" not in log
         assert "__init__.cpython-312.pyc" in log
+        # A library that compiles where it runs finds a toolkit laid out as an installer does it.
+        assert f"compiles in /{SITE}/nvidia/cu13" in log
+        assert {"lib", "libcudart.so.13", "libcuda.so"} <= words
     finally:
         engine.remove_image(ready(record, store, rebuild_status="x").identity)
         assert store.archive(record).is_file()

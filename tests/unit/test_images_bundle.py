@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from attnrepro.errors import BuildFailed, Unavailable, UsageError
 from attnrepro.images import bundle, bundle_engine, bundle_finish, bundle_install
 from attnrepro.images.hostrecord import STACK, is_host_stack
 from attnrepro.images.store import Store
-from attnrepro.images.wheelfiles import read_wheel
+from attnrepro.images.wheelfiles import read_wheel, unpack
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FA2 = "host-torch-fa2"
+KERNEL = "fa3_fwd-0.0.3-py3-none-any.whl"
 PART = 700_000
 
 
@@ -56,7 +58,12 @@ def made(work: Path) -> bundle.Bundle:
         assert "docker>=7.1" in command
         return ""
 
-    kernel = make_wheel(work, "fa3-fwd", "0.0.3", {"fa3/a.so": random.Random(1).randbytes(1 << 20)})
+    kernel = make_wheel(
+        work,
+        "fa3-fwd",
+        "0.0.3",
+        {"fa3/a.so": random.Random(1).randbytes(1 << 20), "fa3/bin/tool": b"#!/bin/sh"},
+    )
     # Both hold one file, as flash-attn-4 and flash-attn 2 do: each is of a stack of its own.
     other = make_wheel(work, "flash-attn", "2.8.3", {"fa3/a.so": b"\x7fELF other"})
     shared = make_wheel(work, "einops", "0.8.2", {"einops/__init__.py": b""})
@@ -130,6 +137,13 @@ def test_parts_arrive_in_several_visits(made: bundle.Bundle, work: Path, tmp_pat
     }
     assert len(list((payload / "kernels").iterdir())) == 3
     wheel = contents["hosts"][0]["wheels"][0]
+    tool = [
+        i for i in zipfile.ZipFile(payload / "kernels" / KERNEL).infolist() if "/bin/" in i.filename
+    ]
+    assert [i.external_attr >> 16 for i in tool] == [0o744]
+    unpack([payload / "kernels" / KERNEL], tmp_path / "site")
+    assert (tmp_path / "site/fa3/bin/tool").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "site/fa3/a.so").stat().st_mode & 0o777 == 0o644
     carried = read_wheel(payload / "kernels" / wheel["file"])
     original = read_wheel(work / wheel["file"])
     assert wheel["sha256"] == original.sha256 != carried.sha256

@@ -62,6 +62,22 @@ def test_check_says_that_a_cell_does_not_fit_this_machine(
         assert ("would end OUT_OF_MEMORY here" in capsys.readouterr().out) is not fits
 
 
+def test_one_subject_runs_in_another_stack(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = load(manifest).subjects[0].id
+    there = load(manifest, stack=["cpu-torch2.13", f"{name}=cuda13.0-torch2.13-fa4@r1"])
+    assert [str(s.image) for s in there.subjects][0] == "cuda13.0-torch2.13-fa4/r1"
+    assert {s.image.stack for s in there.subjects[1:]} == {"cpu-torch2.13"}
+    # The manifest with it is what is recorded: read again, it says the same.
+    assert load(there.canonical).subjects == there.subjects
+    assert run(["check", str(manifest), "--stack", "nobody=cpu-torch2.13", "--json"]) == 2
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "no subject nobody" in message
+    manifest.write_text('{"subjects": [3, {}], "schema": 1}')
+    assert run(["check", str(manifest), "--stack", "a=b"]) == 2
+
+
 def test_check_of_what_is_not_valid(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = document(workload={"heads_kv": 3}, extra=1)
     manifest.write_text(json.dumps(value))

@@ -16,7 +16,12 @@ from attnrepro.manifest.capability import Device
 def check(
     manifest: Annotated[Path, typer.Argument(help="manifest.json")],
     stack: Annotated[
-        str | None, typer.Option(help="NAME or NAME@REVISION instead of the manifest's image.")
+        list[str] | None,
+        typer.Option(
+            metavar="[SUBJECT=]NAME",
+            help="NAME or NAME@REVISION instead of the manifest's image, or of one subject's; may "
+            "be given again.",
+        ),
     ] = None,
     architecture: Annotated[
         list[str] | None,

@@ -37,8 +37,12 @@ def run(
         str | None, typer.Option(help="Which device of several: nvidia:1, nvidia:GPU-<uuid>.")
     ] = None,
     stack: Annotated[
-        str | None,
-        typer.Option(help="NAME or NAME@REVISION instead of the manifest's image; recorded so."),
+        list[str] | None,
+        typer.Option(
+            metavar="[SUBJECT=]NAME",
+            help="NAME or NAME@REVISION instead of the manifest's image, or of one subject's; "
+            "recorded so; may be given again.",
+        ),
     ] = None,
     build: Annotated[bool, typer.Option("--build", help="Build images that are missing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,

@@ -236,6 +236,7 @@ def _carry(wheel: Path, target: Path) -> None:
         for member in source.infolist():
             if not member.is_dir():
                 entry = zipfile.ZipInfo(member.filename)
+                entry.external_attr = member.external_attr
                 plain.writestr(entry, source.read(member), zipfile.ZIP_STORED)
 
 

@@ -19,6 +19,7 @@ from attnrepro.errors import BuildFailed, Unavailable
 from attnrepro.images import hostrecord, hosttree, oci, wheelfiles
 from attnrepro.images.disk import disk_errors
 from attnrepro.images.hostrecord import REVISION, STACK, Kernels, Made
+from attnrepro.images.process import run
 from attnrepro.images.store import HOST_LAYER
 from attnrepro.images.tree import Entry, Kind
 
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     Progress = Callable[[str], None]
 
 ROOTS: Final = ("torch", "numpy", "nvidia-ml-py")
+_COMPILER: Final = "nvidia-cuda-nvcc"
+"""Wheel that makes the kernels' layer hold a toolkit: for libraries that compile where they run."""
+_TOOLKIT: Final = "nvidia/cu13"
+"""Where the CUDA 13 wheels lie below site-packages."""
 _IMPORTED: Final = "attnrepro-import:host-rootfs"
 
 
@@ -96,6 +101,8 @@ def build(
     environment = python or hosttree.this_python()
     with store.workspace("hostroot") as work, disk_errors("making the host's image"):
         kernels = _kernels(work / "kernels", wheels, wheel_digests, environment)
+        if _COMPILER in {info.name for info in kernels.infos}:
+            _complete_toolkit(kernels.folder / _TOOLKIT, progress)
         requires = [line for info in kernels.infos for line in info.requires]
         selection = hosttree.select(
             environment,
@@ -127,6 +134,21 @@ def _kernels(
     if infos:
         wheelfiles.compile_folder(folder, f"/{python.site}")
     return Kernels(folder=folder, infos=tuple(infos))
+
+
+def _complete_toolkit(folder: Path, progress: Progress) -> None:
+    """Add what a toolkit's own installer lays out otherwise than the wheels, and JIT looks for.
+
+    As in the Dockerfile of cuda13.0-torch2.13-fa4. Raises BuildFailed: the host has no gcc.
+    """
+    (folder / "lib" / "stubs").mkdir(parents=True, exist_ok=True)
+    for place, target in (("lib64", "lib"), ("lib/libcudart.so", "libcudart.so.13")):
+        if not (folder / place).is_symlink():
+            (folder / place).symlink_to(target)
+    # A link against the driver, which only the host has, needs no more than its name.
+    stub = folder / "lib" / "stubs" / "libcuda.so"
+    command = ["gcc", "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-o", str(stub)]
+    run([*command, "-x", "c", "/dev/null"], progress=progress, doing="making a stub of the driver")
 
 
 def _import_root(engine: DockerEngine, selection: Selection, progress: Progress) -> LayerStream:
@@ -187,7 +209,7 @@ def _finish(
     from attnrepro.engines.base import ImageIdentity
     from attnrepro.engines.dockerapi import connection
 
-    environment = _environment(named.selection.python)
+    environment = _environment(named.selection.python, named.kernels)
     written = oci.image(
         layers,
         platform="linux/amd64",
@@ -260,13 +282,20 @@ def _write_archive(
     temporary.replace(path)
 
 
-def _environment(python: HostPython) -> dict[str, str]:
+def _environment(python: HostPython, kernels: Kernels) -> dict[str, str]:
+    path = f"{Path(python.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    toolkit = {}
+    if _COMPILER in {info.name for info in kernels.infos}:
+        home = f"/{python.site}/{_TOOLKIT}"
+        toolkit = {"CUDA_HOME": home, "CC": "/usr/bin/gcc", "CXX": "/usr/bin/g++"}
+        path = f"{home}/bin:{path}"
     return {
         "LANG": "C.UTF-8",
-        "PATH": f"{Path(python.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONNOUSERSITE": "1",
         "USER": "attnrepro",
+        **toolkit,
     }
 
 

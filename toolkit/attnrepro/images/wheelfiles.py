@@ -162,7 +162,10 @@ def unpack(wheels: Iterable[Path], target: Path) -> list[WheelInfo]:
                 destination = target / place
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 destination.write_bytes(data)
-                destination.chmod(0o644)
+                # A compiler's programs (0o744 in CUDA's wheels: who may run them is not theirs to
+                # say); a library needs no such bit.
+                runs = member.external_attr >> 16 & 0o100 and "bin" in Path(place).parts
+                destination.chmod(0o755 if runs else 0o644)
     return [info for _, info in found]
 
 

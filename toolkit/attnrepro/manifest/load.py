@@ -17,7 +17,7 @@ from attnrepro.manifest import cells, contract, defaults, foreign, semantics
 from attnrepro.manifest.model import ImageRef, Manifest, Subject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from attnrepro.jsonio import JsonObject
@@ -30,25 +30,26 @@ def load(
     source: Path | bytes,
     *,
     newest: Callable[[str], str | None] = defaults.shipped_revision,
-    stack: str | None = None,
+    stack: str | Sequence[str] | None = None,
 ) -> Manifest:
     """Read and check a manifest.
 
     Args:
         source: File or bytes of at most `MAX_BYTES`.
         newest: Gives the revision that an image without one means.
-        stack: NAME or NAME@REVISION that takes the place of the manifest's own image; what is run,
-            and recorded, is the manifest with it.
+        stack: NAME or NAME@REVISION that takes the place of the manifest's own image, and
+            SUBJECT=NAME of a subject's; what is run, and recorded, is the manifest with them.
 
     Raises:
         InvalidDocument: with all problems.
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read, or `stack` names no subject of it.
 
     """
     data, what = (source, "the manifest") if isinstance(source, bytes) else _read(source)
     document = defaults.plain(jsonio.loads(data, what=what))
-    if stack is not None and isinstance(document, dict):
-        document = {**document, "image": image(stack)}
+    words = [stack] if isinstance(stack, str) else stack or ()
+    for word in words if isinstance(document, dict) else ():
+        document = _elsewhere(document, word)
     problems = [_in_context(p) for p in schema.validate(defaults.KIND, document)]
     judged, replaced = _mended(document, problems)
     if judged is not None:
@@ -65,6 +66,21 @@ def image(word: str) -> JsonObject:
     """The image that NAME or NAME@REVISION means."""
     name, _, revision = word.partition("@")
     return {"stack": name, "revision": revision} if revision else {"stack": name}
+
+
+def _elsewhere(document: JsonObject, word: str) -> JsonObject:
+    """The manifest with another image: its own, or with SUBJECT=NAME one subject's."""
+    subject, equals, name = word.partition("=")
+    if not equals:
+        return {**document, "image": image(word)}
+    listed = document.get("subjects")
+    # What is no valid subject is told by the schema, after this.
+    subjects = [s for s in listed if isinstance(s, dict)] if isinstance(listed, list) else []
+    if subject not in (known := [str(s.get("id")) for s in subjects]):
+        message = f"--stack {word}: the manifest has no subject {subject}"
+        raise UsageError(message, hint=f"its subjects: {', '.join(known)}")
+    changed = [{**s, "image": image(name)} if s.get("id") == subject else s for s in subjects]
+    return {**document, "subjects": changed}
 
 
 def _manifest(document: JsonObject) -> Manifest:

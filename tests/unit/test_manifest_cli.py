@@ -67,7 +67,7 @@ def test_one_subject_runs_in_another_stack(
 ) -> None:
     name = load(manifest).subjects[0].id
     there = load(manifest, stack=["cpu-torch2.13", f"{name}=cuda13.0-torch2.13-fa4@r1"])
-    assert [str(s.image) for s in there.subjects][0] == "cuda13.0-torch2.13-fa4/r1"
+    assert str(there.subjects[0].image) == "cuda13.0-torch2.13-fa4/r1"
     assert {s.image.stack for s in there.subjects[1:]} == {"cpu-torch2.13"}
     # The manifest with it is what is recorded: read again, it says the same.
     assert load(there.canonical).subjects == there.subjects

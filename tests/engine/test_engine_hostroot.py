@@ -51,19 +51,23 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
     compiler = make_wheel(
         tmp_path, "nvidia-cuda-nvcc", "13.0.88", {"nvidia/cu13/bin/nvcc": script}, ()
     )
+    # Both hold one file, and stand on one base.
+    rival = make_wheel(tmp_path, "flash-attn", "2.8.3", {"fa3/__init__.py": b"k = 2\n"}, ())
     store = Store(tmp_path / "store")
     told: list[str] = []
-    record = hostroot.build(
+    digests = {kernel.name: "ab" * 32, compiler.name: "cd" * 32}
+    record, other = hostroot.build(
         engine=engine,
         store=store,
-        wheels=[kernel, compiler],
-        wheel_digests={kernel.name: "ab" * 32, compiler.name: "cd" * 32},
+        sets=[
+            hostroot.KernelSet(stack="host-torch-fa3", wheels=[kernel, compiler], digests=digests),
+            hostroot.KernelSet(stack="host-torch-fa2", wheels=[rival], digests={}),
+        ],
         public=[read_wheel(public["torch"]), read_wheel(public["nvidia-cuda-runtime"])],
         progress=told.append,
         root=root,
         python=PYTHON,
         roots=["torch", "numpy"],
-        stack="host-torch-fa3",
     )
     try:
         assert store.find("host-torch") is None
@@ -93,6 +97,9 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
             "torch-2.11.0-cuda13.0",
             "fa3-fwd-0.0.3",
         ]
+        assert sum(line.startswith("importing") for line in told) == 1
+        assert other.document["layers"][0] == record.document["layers"][0]
+        assert other.document["layers"][1:] != record.document["layers"][1:]
         names = {p["name"] for p in json.loads(record.sbom)["packages"]}
         assert {"libc6", "torch", "fa3-fwd"} <= names
 
@@ -127,5 +134,6 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
         assert f"compiles in /{SITE}/nvidia/cu13" in log
         assert {"lib", "libcudart.so.13", "libcuda.so"} <= words
     finally:
-        engine.remove_image(ready(record, store, rebuild_status="x").identity)
+        for one in (record, other):
+            engine.remove_image(ready(one, store, rebuild_status="x").identity)
         assert store.archive(record).is_file()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from attnrepro.errors import BuildFailed, Unavailable, UsageError
-from attnrepro.images import bundle, bundle_engine, bundle_finish, bundle_install
-from attnrepro.images.hostrecord import STACK, is_host_stack
+from attnrepro.images import bundle, bundle_engine, bundle_finish, bundle_install, hostroot
+from attnrepro.images.hostrecord import STACK, Kernels, is_host_stack
 from attnrepro.images.store import Store
 from attnrepro.images.wheelfiles import read_wheel, unpack
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
 from typing import TYPE_CHECKING
 
-from small_host import make_wheel
+from small_host import PYTHON, make_host, make_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -309,3 +309,24 @@ def test_archive_is_anonymous(made: bundle.Bundle) -> None:
         owners = {(m.uid, m.uname, m.mtime) for m in archive}
     stream.close()
     assert owners == {(0, "", 0)}
+
+
+def test_sets_of_kernels_share_a_base_unless_one_would_lack_a_package_of_the_hosts(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "root"
+    make_host(root)
+
+    def kernels(name: str, requires: tuple[str, ...] = ()) -> Kernels:
+        wheel = make_wheel(tmp_path, name, "1", {f"{name}/x.py": b""}, requires)
+        return Kernels(folder=tmp_path, infos=(read_wheel(wheel),))
+
+    one, other = kernels("one", ("sympy",)), kernels("other")
+    [(shared, stacks)] = hostroot._bases({"a": one, "b": other}, PYTHON, ["torch"], root)
+    assert stacks == ["a", "b"]
+    assert "sympy" in shared.kept
+    # One brings its own numpy, so that the host's is not in its base; the other has none.
+    own = {"a": kernels("numpy"), "b": kernels("third", ("numpy",))}
+    apart = list(hostroot._bases(own, PYTHON, ["torch"], root))
+    assert [stacks for _, stacks in apart] == [["a"], ["b"]]
+    assert ["numpy" in selection.kept for selection, _ in apart] == [False, True]

@@ -36,17 +36,22 @@ def finish(payload: Path, *, store: Store | None = None) -> list[str]:
     kept = store or Store()
     write_cdi(CDI_PATH)
     lines = [_adopt(payload / "images" / name, kept) for name in contents["images"]]
-    for host in contents["hosts"]:
-        record = hostroot.build(
+    if contents["hosts"]:
+        records = hostroot.build(
             engine=DockerEngine(),
             store=kept,
-            wheels=[payload / "kernels" / wheel["file"] for wheel in host["wheels"]],
-            wheel_digests={wheel["file"]: wheel["sha256"] for wheel in host["wheels"]},
+            sets=[
+                hostroot.KernelSet(
+                    stack=host["stack"],
+                    wheels=[payload / "kernels" / wheel["file"] for wheel in host["wheels"]],
+                    digests={wheel["file"]: wheel["sha256"] for wheel in host["wheels"]},
+                )
+                for host in contents["hosts"]
+            ],
             public=[public_wheel(path) for path in sorted((payload / "public").glob("*.json"))],
             progress=progress,
-            stack=host["stack"],
         )
-        lines.append(f"{record.stack}@{record.revision} {record.manifest_digest}")
+        lines += [f"{one.stack}@{one.revision} {one.manifest_digest}" for one in records]
     return lines
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from attnrepro.errors import BuildFailed, Unavailable
 from attnrepro.images import hostrecord, hosttree, oci, wheelfiles
 from attnrepro.images.disk import disk_errors
-from attnrepro.images.hostrecord import REVISION, STACK, Kernels, Made
+from attnrepro.images.hostrecord import REVISION, Kernels, Made
 from attnrepro.images.process import run
 from attnrepro.images.store import HOST_LAYER
 from attnrepro.images.tree import Entry, Kind
@@ -52,6 +52,18 @@ class _Importer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelSet:
+    """Kernels of one image of this host."""
+
+    stack: str
+    """Its name (`hostrecord.is_host_stack`)."""
+    wheels: Sequence[Path]
+    digests: Mapping[str, str]
+    """File name to the hex SHA-256 of the wheel as its index has it, where a bundle carries it
+    uncompressed; other names are hashed as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Named:
     """What an image is of."""
 
@@ -64,30 +76,28 @@ def build(
     *,
     engine: DockerEngine,
     store: Store,
-    wheels: Sequence[Path],
-    wheel_digests: Mapping[str, str],
+    sets: Sequence[KernelSet],
     public: Sequence[WheelInfo],
     progress: Progress,
     root: Path = Path("/"),
     python: HostPython | None = None,
     roots: Sequence[str] = ROOTS,
-    stack: str = STACK,
-) -> ImageRecord:
-    """Make the image of this host, load it into the engine, and keep its record.
+) -> list[ImageRecord]:
+    """Make the images of this host, load them into the engine, and keep their records.
 
     Args:
         engine: Docker with its classic store; podman and the containerd store would compress, or
             copy, ten gigabytes.
-        store: Where record, kernels' layer and recipe go.
-        wheels: Kernels for the upper layer.
-        wheel_digests: File name to the hex SHA-256 of the wheel as its index has it, where a
-            bundle carries it uncompressed; other names are hashed as they are.
+        store: Where records, kernels' layers and recipes go.
+        sets: One image of each. They share one base where each finds there what it requires.
         public: Public wheels, by RECORD, with which installed packages are compared.
         progress: Told each step.
         root: Of the host's file system.
         python: The environment; None is the running interpreter's.
         roots: Requirements that must stay in the environment.
-        stack: Its name (`hostrecord.is_host_stack`).
+
+    Returns:
+        A record of each set, in their order.
 
     Raises:
         Unavailable: the engine's store is not the classic one, or it vanished.
@@ -100,29 +110,62 @@ def build(
         raise Unavailable(message, hint=hint)
     environment = python or hosttree.this_python()
     with store.workspace("hostroot") as work, disk_errors("making the host's image"):
-        kernels = _kernels(work / "kernels", wheels, wheel_digests, environment)
-        if _COMPILER in {info.name for info in kernels.infos}:
-            _complete_toolkit(kernels.folder / _TOOLKIT, progress)
-        requires = [line for info in kernels.infos for line in info.requires]
-        selection = hosttree.select(
-            environment,
-            roots=[*roots, *requires],
-            replaced=[info.name for info in kernels.infos],
+        kernels: dict[str, Kernels] = {}
+        for one in sets:
+            kernels[one.stack] = _kernels(work / one.stack, one.wheels, one.digests, environment)
+            if _COMPILER in {info.name for info in kernels[one.stack].infos}:
+                _complete_toolkit(kernels[one.stack].folder / _TOOLKIT, progress)
+        records = {}
+        for selection, stacks in _bases(kernels, environment, roots, root):
+            began = time.monotonic()
+            base = _import_root(engine, selection, progress)
+            base_ms = int((time.monotonic() - began) * 1000)
+            try:
+                for stack in stacks:
+                    began = time.monotonic()
+                    layers, entries = [base.layer], list(base.entries)
+                    if kernels[stack].infos:
+                        layer = work / f"{stack}.tar"
+                        upper = _kernels_layer(store, layer, kernels[stack], environment)
+                        layers.append(upper.layer)
+                        entries = _merged(entries, upper.entries)
+                    write_ms = int((time.monotonic() - began) * 1000)
+                    records[stack] = _finish(
+                        engine,
+                        store,
+                        _Named(stack=stack, selection=selection, kernels=kernels[stack]),
+                        layers,
+                        entries,
+                        public,
+                        {"base_ms": base_ms, "write_ms": write_ms},
+                        progress,
+                    )
+            finally:
+                _forget_import(engine)
+        return [records[one.stack] for one in sets]
+
+
+def _bases(
+    kernels: Mapping[str, Kernels], python: HostPython, roots: Sequence[str], root: Path
+) -> Iterator[tuple[Selection, list[str]]]:
+    """Each base to import, and the stacks on it: one for all where that lacks nothing for any."""
+
+    def selected(of: Iterable[Kernels]) -> Selection:
+        infos = [info for each in of for info in each.infos]
+        return hosttree.select(
+            python,
+            roots=[*roots, *(line for info in infos for line in info.requires)],
+            replaced=[info.name for info in infos],
             root=root,
         )
-        began = time.monotonic()
-        base = _import_root(engine, selection, progress)
-        times = {"base_ms": int((time.monotonic() - began) * 1000)}
-        began = time.monotonic()
-        layers = [base.layer]
-        entries = list(base.entries)
-        if kernels.infos:
-            upper = _kernels_layer(store, work / "layer.tar", kernels, environment)
-            layers.append(upper.layer)
-            entries = _merged(entries, upper.entries)
-        times["write_ms"] = int((time.monotonic() - began) * 1000)
-        named = _Named(stack=stack, selection=selection, kernels=kernels)
-        return _finish(engine, store, named, layers, entries, public, times, progress)
+
+    shared = selected(kernels.values())
+    alone = {stack: selected([each]) for stack, each in kernels.items()}
+    # A package that one set brings, and another has from the host, is not in the shared base.
+    if all(each.kept <= shared.kept for each in alone.values()):
+        yield shared, list(kernels)
+    else:
+        yield from ((selection, [stack]) for stack, selection in alone.items())
 
 
 def _kernels(
@@ -176,6 +219,13 @@ def _import_root(engine: DockerEngine, selection: Selection, progress: Progress)
     return stream
 
 
+def _forget_import(engine: DockerEngine) -> None:
+    from attnrepro.engines.dockerapi import connection
+
+    with connection(engine.url, engine.api_version) as client:
+        cast("_Importer", client).remove_image(_IMPORTED)
+
+
 def _kernels_layer(store: Store, path: Path, kernels: Kernels, python: HostPython) -> LayerStream:
     stream = hosttree.LayerStream(name="kernels", paths=_placed(kernels.folder, python.site))
     with path.open("wb") as file:
@@ -207,7 +257,6 @@ def _finish(
     progress: Progress,
 ) -> ImageRecord:
     from attnrepro.engines.base import ImageIdentity
-    from attnrepro.engines.dockerapi import connection
 
     environment = _environment(named.selection.python, named.kernels)
     written = oci.image(
@@ -232,8 +281,6 @@ def _finish(
     )
     progress(f"loading {name}")
     engine.ensure_image(identity)
-    with connection(engine.url, engine.api_version) as client:
-        cast("_Importer", client).remove_image(_IMPORTED)
     checks = _compare(named.selection.python, entries, public)
     record = hostrecord.save(
         store,

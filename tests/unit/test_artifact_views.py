@@ -92,6 +92,17 @@ def test_a_key_is_revoked_by_its_owners_name(
     assert [k["owner"] for k in listed if k["standing"] == "revoked"] == ["alice"]
 
 
+def test_an_owner_whose_name_is_of_hex_letters_is_an_owner(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(capsys, "trust", "add", str(file), "--owner", "Ada")
+    # A damaged file of that name does not stand in the way.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Ada").write_bytes(b"PK damaged")
+    told(capsys, "trust", "revoke", "Ada", "--reason", "lost")
+    assert told(capsys, "trust", "list")["keys"][0]["standing"] == "revoked"
+
+
 def test_what_is_no_rerun_of_the_file_is_refused(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

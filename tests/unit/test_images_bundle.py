@@ -223,6 +223,8 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     same = [make_wheel(tmp_path, name, "1", {"flash_attn/cute/x.py": b"x"}) for name in ("a", "b")]
     with pytest.raises(BuildFailed, match=r"cute/x\.py is in both a-1.* and b-1"):
         make([STACK], wheels={STACK: same})
+    with pytest.raises(UsageError, match="named twice"):
+        make([STACK, "cpu-torch2.13", "cpu-torch2.13@r1"])
     # One name, two wheels: the host would take one of them for both.
     twins = []
     for name in ("p", "q"):
@@ -240,7 +242,25 @@ def test_a_wheel_names_its_stack_before_the_equals_sign() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["host-torch-", "host-torch-A", "host-torchfa2", "xhost-torch"])
+def test_a_misspelt_stack_before_the_equals_sign_is_told(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "a", "1", {"a.py": b""})
+    with pytest.raises(UsageError, match="host-torch-FA4 is no name"):
+        bundle.by_stack([f"host-torch-FA4={wheel}"])
+
+
+def test_programs_of_a_wheel_come_along_and_pythons_scripts_do_not(tmp_path: Path) -> None:
+    files = {"ninja-1.data/scripts/ninja": b"\x7fELF", "ninja-1.data/scripts/n.py": b"#!python\n"}
+    unpack([make_wheel(tmp_path, "ninja", "1", files)], tmp_path / "site")
+    assert sorted(p.name for p in (tmp_path / "site/bin").iterdir()) == ["ninja"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("host-torch-", "host-torch-A", "host-torchfa2", "xhost-torch"),
+        *("host-torch-a.", "host-torch-a..b"),  # Docker takes no such name
+    ],
+)
 def test_other_names_are_no_hosts(name: str) -> None:
     assert not is_host_stack(name)
 

@@ -9,6 +9,7 @@ from manifest_fakes import document
 
 from attnrepro import resources
 from attnrepro.cli.main import run
+from attnrepro.errors import InvalidDocument, UsageError
 from attnrepro.manifest import guide, load
 
 GUIDE = Path(__file__).parents[2] / "docs" / "manifest.md"
@@ -74,8 +75,18 @@ def test_one_subject_runs_in_another_stack(
     assert run(["check", str(manifest), "--stack", "nobody=cpu-torch2.13", "--json"]) == 2
     message = json.loads(capsys.readouterr().out)["error"]["message"]
     assert "no subject nobody" in message
-    manifest.write_text('{"subjects": [3, {}], "schema": 1}')
-    assert run(["check", str(manifest), "--stack", "a=b"]) == 2
+    for twice in (["a", "b"], [f"{name}=a", f"{name}=b"]):
+        with pytest.raises(UsageError, match="two stacks for one image"):
+            load(manifest, stack=twice)
+    # What is no subject is not dropped on the way: it is as invalid as without the option.
+    value = json.loads(manifest.read_text())
+    value["subjects"] = [3, *value["subjects"], "junk"]
+    manifest.write_text(json.dumps(value))
+    with pytest.raises(InvalidDocument) as caught:
+        load(manifest, stack=f"{name}=cpu-torch2.13")
+    last = len(value["subjects"]) - 1
+    assert {p.pointer for p in caught.value.problems} == {"/subjects/0", f"/subjects/{last}"}
+    capsys.readouterr()
 
 
 def test_check_of_what_is_not_valid(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:

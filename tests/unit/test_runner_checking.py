@@ -111,6 +111,24 @@ def test_a_subject_that_hangs_alone_too_is_not_tried_cell_by_cell() -> None:
     assert [e["reason"] for e in found] == ["try 1"] * 3
 
 
+def test_every_cell_that_found_no_memory_beside_others_is_tried_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ask(subject: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+        asked.append((subject, cell["id"]))
+        never = cell["id"] == "c000"  # it does not fit alone either
+        full = subject == "x" and (never or asked.count((subject, cell["id"])) == 1)
+        return entry(subject, cell, Status.OUT_OF_MEMORY if full else Status.PASS)
+
+    team: Any = Ended()
+    found = checking.check(CELLS, team, ask, at_once=2)
+    assert [e["status"] for e in found] == ["OUT_OF_MEMORY", "PASS", "PASS"]
+    # The log, which travels in the artifact, tells what a PASS alone had been beside others.
+    assert "cell c001, x: OUT_OF_MEMORY beside others (None), PASS alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "vendor", "cpus", "wanted"),
     [

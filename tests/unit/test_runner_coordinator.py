@@ -153,6 +153,16 @@ def test_long_calls_get_the_fewest_samples_beyond_the_budget() -> None:
     assert len(run.measured["a"].series["host"].usable) == 10
 
 
+def test_no_block_runs_far_beyond_the_time_for_the_fewest() -> None:
+    # 0.7 s a call, 4 s for the fewest: a whole block more would take 2.8 s, and end far beyond.
+    scripted = Scripted({"a": 700_000_000})
+    run = launch(scripted)
+    measured = run.measured["a"]
+    assert measured.entry["status"] == "INCONCLUSIVE"
+    assert measured.spent_ns <= RULE.last_ns + 2 * 700_000_000
+    assert measured.series["host"].stop == "budget"
+
+
 def test_a_missing_clock_stays_the_reason_when_the_cell_is_closed() -> None:
     scripted = Scripted({"a": 100})
     entry = {"status": "INCONCLUSIVE", "reason": "clock op: a CPU has none", "place": "warm-up"}

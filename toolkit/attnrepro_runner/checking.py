@@ -8,6 +8,7 @@ nothing is side by side there; nor is a compiler that times its candidates.
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,8 +50,9 @@ def check(
 ) -> list[Entry]:
     """Check every subject's cells; return the entries, a subject's together.
 
-    What ended beside others for want of memory or time is tried once more with nobody beside it,
-    until a cell of that subject ends so alone too.
+    What ended beside others for want of memory or time is tried once more with nobody beside it;
+    for want of time only until a cell of that subject ends so alone too, since a hang costs its
+    whole limit.
 
     Args:
         cells: subject to the cells to check.
@@ -84,13 +86,21 @@ def check(
             raise
     entries = []
     for subject, mine in found.items():
-        alone = at_once > 1
-        if alone:
+        trying = SHARED if at_once > 1 else frozenset()
+        if trying:
             team.forgive(subject)
         for cell, entry in zip(cells[subject], mine, strict=True):
-            again = ask(subject, cell) if alone and entry["status"] in SHARED else entry
+            if entry["status"] not in trying:
+                entries.append(entry)
+                continue
+            again = ask(subject, cell)
+            sys.stderr.write(
+                f"cell {cell['id']}, {subject}: {entry['status']} beside others "
+                f"({entry.get('reason')}), {again['status']} alone\n"
+            )
+            if again["status"] == Status.TIMEOUT:
+                trying = trying - {Status.TIMEOUT.value}
             # It stays the first one's ending where the second is none of its own.
-            alone = alone and (again is entry or again["status"] not in SHARED)
             entries.append(entry if again["status"] in SHARED else again)
         team.end(subject)
     return entries

@@ -120,6 +120,7 @@ class CellLaunch:
         usable = min(len(s.usable) for s in measured.series.values() if s.stop is None)
         count = min(self._block, self._rule.next_look(usable) - usable)
         discard = SWITCH_DISCARDS if name != self._last else 0
+        count = self._fitting(measured, usable, count, discard)
         wanted = [clock for clock, s in measured.series.items() if s.stop is None]
         request = {"do": "block", "clocks": wanted, "count": count, "discard": discard}
         began = elapsed_ns()
@@ -142,6 +143,18 @@ class CellLaunch:
                 continue
             series.add(samples[clock], discard)
             series.stop = self._rule.verdict(series.usable, measured.spent_ns)
+
+    def _fitting(self, measured: Measured, usable: int, count: int, discard: int) -> int:
+        """Shorten a block of long calls that would run far beyond the time for the fewest samples.
+
+        Such a block may end the worker by its limit, and with it every sample.
+        """
+        taken = max(len(series.samples) for series in measured.series.values())
+        if usable >= self._rule.fewest or not taken:
+            return count
+        each = measured.spent_ns / taken
+        room = self._rule.last_ns - measured.spent_ns
+        return max(1, min(count, int(room / max(1.0, each)) - discard + 1))
 
     def _close(self, name: str) -> None:
         measured = self.measured[name]

@@ -25,6 +25,11 @@ _NO_MEMORY = (
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
+    # cuBLAS, cuDNN and the driver where another process holds the memory.
+    "_alloc_failed",
+    "error_out_of_memory",
+    "erroroutofmemory",
+    "errormemoryallocation",
 )
 
 
@@ -145,4 +150,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+    return any(words in text for words in _NO_MEMORY)

@@ -12,7 +12,7 @@ import typer
 from attnrepro.artifact import trust
 from attnrepro.artifact.find_key import find_key
 from attnrepro.cli.output import emit
-from attnrepro.errors import InvalidDocument, UsageError
+from attnrepro.errors import InvalidDocument, Rejected, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -102,7 +102,8 @@ def revoke(
     now = datetime.now(UTC).replace(microsecond=0)
     before = trust.load(trust_file)
     prefix = key.removeprefix("sha256:").lower()
-    if not _FINGERPRINT.fullmatch(prefix):
+    owners = {entry.owner.casefold() for entry in before.keys}
+    if key.casefold() in owners or not _FINGERPRINT.fullmatch(prefix):
         prefix = _named(key, before)
     store = before.with_revoked(prefix, reason=reason, now=now)
     _save(store, trust_file, f"--reason {reason!r:.60}")
@@ -116,7 +117,7 @@ def _named(key: str, store: trust.TrustStore) -> str:
     named = {e.key.fingerprint for e in store.keys if e.owner.casefold() == key.casefold()}
     try:
         named.add(find_key(key).fingerprint)
-    except UsageError as error:
+    except (UsageError, Rejected) as error:
         if not named:
             message = f"{error.message}, and no owner in the trust file"
             raise UsageError(message, hint=error.hint) from None

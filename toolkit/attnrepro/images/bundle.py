@@ -75,6 +75,9 @@ def by_stack(given: Sequence[str]) -> dict[str, list[Path]]:
     for text in given:
         name, equals, path = text.partition("=")
         stack, file = (name, path) if equals and is_host_stack(name) else (STACK, text)
+        if equals and stack == STACK != name and Path(path).is_file() and not Path(text).exists():
+            message = f"--wheel {text}: {name} is no name of a host's stack"
+            raise UsageError(message, hint=f"{STACK}, or {STACK}- and lower-case letters or digits")
         found.setdefault(stack, []).append(Path(file))
     return found
 
@@ -113,6 +116,10 @@ def make(
     if out.exists() and any(out.iterdir()):
         message = f"{out} is not empty"
         raise UsageError(message, hint="name a new folder with --out")
+    names = [name.partition("@")[0] for name in stacks]
+    if len(set(names)) < len(names):
+        message = f"a stack is named twice: {', '.join(stacks)}"
+        raise UsageError(message, hint="a bundle holds one revision of each")
     hosts = [name for name in stacks if is_host_stack(name)]
     if strange := sorted(name for name in wheels if name not in hosts):
         message = f"--wheel is for a stack {STACK}, and {strange[0]} is none of this bundle's"

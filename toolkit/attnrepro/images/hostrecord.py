@@ -39,7 +39,7 @@ _CLAIMS: Final = {
 """Distribution to the release's file in images/claims."""
 
 
-_NAME: Final = re.compile(r"host-torch(-[a-z0-9][a-z0-9.]{0,40})?")
+_NAME: Final = re.compile(r"host-torch(-[a-z0-9]{1,40}(\.[a-z0-9]{1,10}){0,4})?")
 
 
 def is_host_stack(name: str) -> bool:

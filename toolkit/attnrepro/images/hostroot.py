@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -109,6 +111,8 @@ def build(
         hint = 'set {"features": {"containerd-snapshotter": false}} in its daemon.json'
         raise Unavailable(message, hint=hint)
     environment = python or hosttree.this_python()
+    # Folders and what gcc and compileall write are another user's to read in the image.
+    os.umask(0o022)
     with store.workspace("hostroot") as work, disk_errors("making the host's image"):
         kernels: dict[str, Kernels] = {}
         for one in sets:
@@ -118,14 +122,15 @@ def build(
         records = {}
         for selection, stacks in _bases(kernels, environment, roots, root):
             began = time.monotonic()
-            base = _import_root(engine, selection, progress)
-            base_ms = int((time.monotonic() - began) * 1000)
             try:
+                base = _import_root(engine, selection, progress)
+                base_ms = int((time.monotonic() - began) * 1000)
                 for stack in stacks:
                     began = time.monotonic()
                     layers, entries = [base.layer], list(base.entries)
                     if kernels[stack].infos:
-                        layer = work / f"{stack}.tar"
+                        layer = work / "layers" / stack
+                        layer.parent.mkdir(exist_ok=True)
                         upper = _kernels_layer(store, layer, kernels[stack], environment)
                         layers.append(upper.layer)
                         entries = _merged(entries, upper.entries)
@@ -140,8 +145,11 @@ def build(
                         {"base_ms": base_ms, "write_ms": write_ms},
                         progress,
                     )
-            finally:
-                _forget_import(engine)
+            except BaseException:
+                with suppress(Exception):  # what went wrong first is what is told
+                    _forget_import(engine)
+                raise
+            _forget_import(engine)
         return [records[one.stack] for one in sets]
 
 
@@ -186,7 +194,7 @@ def _complete_toolkit(folder: Path, progress: Progress) -> None:
     """
     (folder / "lib" / "stubs").mkdir(parents=True, exist_ok=True)
     for place, target in (("lib64", "lib"), ("lib/libcudart.so", "libcudart.so.13")):
-        if not (folder / place).is_symlink():
+        if not os.path.lexists(folder / place):
             (folder / place).symlink_to(target)
     # A link against the driver, which only the host has, needs no more than its name.
     stub = folder / "lib" / "stubs" / "libcuda.so"
@@ -316,17 +324,21 @@ def _write_archive(
     config = f"blobs/sha256/{written.config_digest[7:]}"
     manifest = [{"Config": config, "RepoTags": [name], "Layers": members}]
     temporary = path.with_suffix(".tmp")
-    with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
-        for member, data in (
-            ("manifest.json", json.dumps(manifest).encode()),
-            (config, written.config),
-        ):
-            info = tarfile.TarInfo(member)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-        for layer, member in zip(upper, members[1:], strict=True):
-            archive.add(store.blob(layer.digest), arcname=member, recursive=False)
-    temporary.replace(path)
+    try:
+        with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
+            for member, data in (
+                ("manifest.json", json.dumps(manifest).encode()),
+                (config, written.config),
+            ):
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+            for layer, member in zip(upper, members[1:], strict=True):
+                archive.add(store.blob(layer.digest), arcname=member, recursive=False)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _environment(python: HostPython, kernels: Kernels) -> dict[str, str]:
@@ -335,7 +347,7 @@ def _environment(python: HostPython, kernels: Kernels) -> dict[str, str]:
     if _COMPILER in {info.name for info in kernels.infos}:
         home = f"/{python.site}/{_TOOLKIT}"
         toolkit = {"CUDA_HOME": home, "CC": "/usr/bin/gcc", "CXX": "/usr/bin/g++"}
-        path = f"{home}/bin:{path}"
+        path = f"{home}/bin:/{python.site}/{wheelfiles.PROGRAMS}:{path}"
     return {
         "LANG": "C.UTF-8",
         "PATH": path,

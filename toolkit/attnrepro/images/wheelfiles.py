@@ -77,6 +77,10 @@ def normal(name: str) -> str:
     )
 
 
+PROGRAMS: Final = "bin"
+"""Folder below site-packages of the programs that wheels install beside it."""
+
+
 def read_wheel(path: Path) -> WheelInfo:
     """Read a wheel's metadata and RECORD. Raises BuildFailed where it is no whole wheel."""
     try:
@@ -144,7 +148,8 @@ def _installs(path: str) -> bool:
 def unpack(wheels: Iterable[Path], target: Path) -> list[WheelInfo]:
     """Unpack wheels into one site-packages folder, every file checked against its RECORD.
 
-    Scripts, headers and data files outside site-packages are left out: a benchmark imports.
+    Python's scripts, headers and data files outside site-packages are left out: a benchmark
+    imports. Programs among the scripts (ninja's wheel has no other) come into `PROGRAMS`.
 
     Raises BuildFailed: a file that differs from RECORD, one that RECORD lacks, a path that leaves
     the folder, or two wheels with one file.
@@ -159,6 +164,8 @@ def unpack(wheels: Iterable[Path], target: Path) -> list[WheelInfo]:
                     continue
                 data = archive.read(member)
                 _check_member(info, member.filename, data)
+                if place.startswith(f"{PROGRAMS}/") and data.startswith(b"#!python"):
+                    continue
                 destination = target / place
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 destination.write_bytes(data)
@@ -194,6 +201,8 @@ def _place(name: str) -> str | None:
         return name
     if len(parts) > 2 and parts[1] in _SCHEMES:
         return "/".join(parts[2:])
+    if len(parts) > 2 and parts[1] == "scripts":
+        return "/".join((PROGRAMS, *parts[2:]))
     return None
 
 

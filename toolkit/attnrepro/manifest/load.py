@@ -48,6 +48,10 @@ def load(
     data, what = (source, "the manifest") if isinstance(source, bytes) else _read(source)
     document = defaults.plain(jsonio.loads(data, what=what))
     words = [stack] if isinstance(stack, str) else stack or ()
+    targets = [word.partition("=")[0] if "=" in word else "" for word in words]
+    if len(set(targets)) < len(targets):
+        message = f"--stack {', --stack '.join(words)}: two stacks for one image"
+        raise UsageError(message, hint="give one for the manifest and one for a subject")
     for word in words if isinstance(document, dict) else ():
         document = _elsewhere(document, word)
     problems = [_in_context(p) for p in schema.validate(defaults.KIND, document)]
@@ -74,12 +78,16 @@ def _elsewhere(document: JsonObject, word: str) -> JsonObject:
     if not equals:
         return {**document, "image": image(word)}
     listed = document.get("subjects")
-    # What is no valid subject is told by the schema, after this.
-    subjects = [s for s in listed if isinstance(s, dict)] if isinstance(listed, list) else []
-    if subject not in (known := [str(s.get("id")) for s in subjects]):
+    listed = listed if isinstance(listed, list) else []
+    # What is no valid subject stays, and is told by the schema after this.
+    known = [str(s.get("id")) for s in listed if isinstance(s, dict)]
+    if subject not in known:
         message = f"--stack {word}: the manifest has no subject {subject}"
         raise UsageError(message, hint=f"its subjects: {', '.join(known)}")
-    changed = [{**s, "image": image(name)} if s.get("id") == subject else s for s in subjects]
+    changed = [
+        {**s, "image": image(name)} if isinstance(s, dict) and s.get("id") == subject else s
+        for s in listed
+    ]
     return {**document, "subjects": changed}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,9 +19,17 @@ from attnrepro.images.wheelfiles import read_wheel
 from attnrepro.usedimages import ready, rebuild_status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -56,6 +65,7 @@ def test_host_becomes_an_image_that_runs(engine: DockerEngine, tmp_path: Path) -
     store = Store(tmp_path / "store")
     told: list[str] = []
     digests = {kernel.name: "ab" * 32, compiler.name: "cd" * 32}
+    os.umask(0o077)  # a hardened host's, which must not keep the image's own user out
     record, other = hostroot.build(
         engine=engine,
         store=store,

@@ -166,13 +166,12 @@ class RecipeImages:
         theirs = self._verified.members.get(f"{IMAGES_FOLDER}{image['key']}{treelist.SUFFIX}")
         if theirs is None:
             return
-        if treelist.same(theirs, here.listing):
+        self.first_difference = treelist.first_difference(theirs, here.listing)
+        if self.first_difference is None and treelist.same(theirs, here.listing):
             self.first_difference = (
                 "no path: kind, mode, owner and content of every one are equal, and times or the "
                 "layers' order differ"
             )
-        else:
-            self.first_difference = treelist.first_difference(theirs, here.listing)
 
 
 def _differences(ours: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> Iterator[str]:

@@ -74,11 +74,13 @@ def by_stack(given: Sequence[str]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for text in given:
         name, equals, path = text.partition("=")
-        stack, file = (name, path) if equals and is_host_stack(name) else (STACK, text)
-        if equals and stack == STACK != name and Path(path).is_file() and not Path(text).exists():
+        if equals and is_host_stack(name):
+            found.setdefault(name, []).append(Path(path))
+        elif equals and Path(path).is_file() and not Path(text).exists():
             message = f"--wheel {text}: {name} is no name of a host's stack"
             raise UsageError(message, hint=f"{STACK}, or {STACK}- and lower-case letters or digits")
-        found.setdefault(stack, []).append(Path(file))
+        else:
+            found.setdefault(STACK, []).append(Path(text))
     return found
 
 

@@ -167,8 +167,9 @@ def _bases(
             root=root,
         )
 
-    shared = selected(kernels.values())
     alone = {stack: selected([each]) for stack, each in kernels.items()}
+    # One set's own selection is the shared one; choosing reads every package's list of files.
+    shared = selected(kernels.values()) if len(alone) > 1 else next(iter(alone.values()))
     # A package that one set brings, and another has from the host, is not in the shared base.
     if all(each.kept <= shared.kept for each in alone.values()):
         yield shared, list(kernels)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from attnrepro_runner.checking import AT_ONCE
+from attnrepro_runner.stoprule import BUDGETS_FOR_FEWEST
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -79,8 +82,6 @@ _FROM_CACHE: Final = 0.1
 _AGAIN: Final = 64
 """(sequence, head) pairs that the oracle reads at most round timing, and scores of a GPU's."""
 _SCORES_AGAIN: Final = 1 << 30
-_CHECKED_AT_ONCE: Final = 4
-"""Subjects that the runner checks side by side on a GPU (`attnrepro_runner.checking`)."""
 _MODEL_SECONDS: Final = 4.0
 """What a request model takes in each launch: weights, textbook attention's output, its stages."""
 _LOOK: Final = 2
@@ -157,7 +158,7 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
             warm = timing["warmup_seconds"]
             quick = min(timing["cell_seconds"], fewest * _LOOK * call) + warm[0]
             budget = timing["cell_seconds"]
-            slow = min(most * call, max(budget, min(fewest * call, 4 * budget)))
+            slow = min(most * call, max(budget, min(fewest * call, BUDGETS_FOR_FEWEST * budget)))
             slow += min(warm[1], warm[0] + 1)
             made = _MODEL_SECONDS * (on_gpu and cell.request is not None)
             low += timed * (2 * again + quick + made) + 3 * call
@@ -184,7 +185,7 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
 
 def _checked(each: Sequence[float], on_gpu: bool) -> float:
     """Time of all subjects' checks: one after the other, or on a GPU side by side."""
-    return max(max(each), sum(each) / _CHECKED_AT_ONCE) if on_gpu and each else sum(each)
+    return max(max(each), sum(each) / AT_ONCE) if on_gpu else sum(each)
 
 
 def _compilations(backend: str, cells: Sequence[Cell]) -> int:

@@ -177,12 +177,12 @@ def _error(oracle: Sequence[Mapping[str, Any]]) -> str:
 def _bits(bits: Mapping[str, Any] | None) -> str:
     if bits is None:
         return ""
-    differ = sorted(name for name, seen in bits["observed"].items() if seen == "differs")
-    broken = [n for n in differ if n in bitclaims.broken(bits["claimed"], bits["observed"])]
-    others = [name for name in differ if name not in broken]
-    if differ:
-        said = [", ".join(broken)] if broken else []
-        said += [f"{', '.join(others)}, not claimed"] if others else []
+    differ = {name for name, seen in bits["observed"].items() if seen == "differs"}
+    broken = set(bitclaims.broken(bits["claimed"], bits["observed"]))
+    said = [", ".join(sorted(broken))] if broken else []
+    if others := differ - broken:
+        said.append(f"{', '.join(sorted(others))}, not claimed")
+    if said:
         return f"differ: {'; '.join(said)}"
     return f"equal in {bits['repeats']} runs"
 

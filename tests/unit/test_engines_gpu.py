@@ -177,6 +177,13 @@ def test_runtime_second_nodes_third(tmp_path: Path) -> None:
     )
     assert access.library_path == ("/usr/local/nvidia/lib64",)
     assert access.facts["not_cdi"] == "features.cdi is off"
+    for doors in (ALL_DOORS, NO_CDI, NODES_ONLY):
+        assert resolve(choice, host, doors).visible["CUDA_VISIBLE_DEVICES"] == UUIDS[1]
+    nameless = replace(host, nvidia=tuple(replace(each, uuid=None) for each in host.nvidia))
+    assert resolve(choice, nameless, NODES_ONLY).visible == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
 
 
 def test_driver_folder_is_mounted_as_one(tmp_path: Path) -> None:
@@ -217,6 +224,7 @@ def test_rocm_nodes_and_groups(tmp_path: Path) -> None:
     access = resolve(choice, host, NODES_ONLY)
     assert access.nodes == ("/dev/kfd", "/dev/dri/renderD129")
     assert access.groups == (109,)
+    assert access.visible == {"ROCR_VISIBLE_DEVICES": "1"}
     choice = parse_device("rocm:2")
     assert choice is not None
     with pytest.raises(Unavailable, match="render nodes: 2"):

@@ -14,6 +14,7 @@ from test_engines_arguments import IMAGE
 
 from attnrepro.engines import kernellog
 from attnrepro.engines.base import ContainerSpec, Engine, Mount
+from attnrepro.engines.gpu import GpuAccess, GpuMode
 from attnrepro.engines.host import HostEngine, kill_marked, translated
 from attnrepro.errors import Interrupted, Unavailable, UsageError
 
@@ -64,6 +65,16 @@ def test_paths_environment_and_output(tmp_path: Path, monkeypatch: pytest.Monkey
     home, temporary = next(line for line in log.split("\n") if "/attnrepro-" in line).split()
     assert home == temporary
     assert not Path(home).exists(), "the private folder is removed"
+
+
+def test_a_process_sees_the_chosen_device_alone(tmp_path: Path) -> None:
+    """Without a container every device of the machine is there: frameworks take the first."""
+    access = GpuAccess(
+        mode=GpuMode.NODES, device_id="GPU-2", visible={"CUDA_VISIBLE_DEVICES": "GPU-2"}
+    )
+    command = ("sh", "-c", "echo sees $CUDA_VISIBLE_DEVICES")
+    HostEngine().run(spec(tmp_path, *command, gpu=access), log=tmp_path / "log")
+    assert "sees GPU-2" in (tmp_path / "log").read_text()
 
 
 def test_option_values_are_translated() -> None:

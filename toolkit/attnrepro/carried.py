@@ -163,7 +163,12 @@ class RecipeImages:
         raise Unavailable(message, hint=hint)
 
     def _compare(self, image: Mapping[str, str], here: ImageRecord) -> None:
-        theirs = self._verified.members.get(f"{IMAGES_FOLDER}{image['key']}{treelist.SUFFIX}")
+        packed = {
+            each["key"]: self._verified.members[name]
+            for each in self._verified.predicate["images"]
+            if (name := f"{IMAGES_FOLDER}{each['key']}{treelist.SUFFIX}") in self._verified.members
+        }
+        theirs = treelist.unpack(packed, image["key"])
         if theirs is None:
             return
         self.first_difference = treelist.first_difference(theirs, here.listing)

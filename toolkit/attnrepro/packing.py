@@ -111,8 +111,9 @@ def content(
     for image in images:
         for path, data in image.recipe.items():
             files[f"{IMAGES_FOLDER}{image.key}/{path}"] = data
-        files[f"{IMAGES_FOLDER}{image.key}{treelist.SUFFIX}"] = treelist.pack(image.listing)
         files[SBOM if len(images) == 1 else f"sbom/{image.key}.spdx.json"] = image.sbom
+    for key, packed in treelist.pack({image.key: image.listing for image in images}).items():
+        files[f"{IMAGES_FOLDER}{key}{treelist.SUFFIX}"] = packed
     redactor = Redactor()
     wanted = {name for task in merged.observations["tasks"] for name in task["telemetry"]}
     for segment in segments:
@@ -129,13 +130,13 @@ def content(
     if wanted:
         message = f"the runner named {sorted(wanted)[0]} and did not write it"
         raise AttnreproError(message)
-    packed = Content(
+    found = Content(
         manifest=manifest,
         repeatable=merged.repeatable,
         observations=redactor.reasons(merged.observations),
         files=files,
     )
-    return packed, redactor.kinds()
+    return found, redactor.kinds()
 
 
 def predicate(

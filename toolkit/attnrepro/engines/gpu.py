@@ -59,6 +59,8 @@ class GpuAccess:
     """Supplementary groups that may open the nodes."""
     library_path: tuple[str, ...] = ()
     """Folders for LD_LIBRARY_PATH inside the container."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """Without a container: variables by which a framework sees this device alone."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Driver version, spec file, and why an earlier door was not taken."""
 
@@ -154,6 +156,10 @@ def resolve(choice: DeviceChoice, host: GpuHost, doors: EngineDoors) -> GpuAcces
         nodes=access.nodes,
         mounts=access.mounts,
         library_path=access.library_path,
+        visible={
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": device.uuid or str(device.index),
+        },
         facts=facts,
     )
 
@@ -236,5 +242,6 @@ def _rocm(choice: DeviceChoice, host: GpuHost) -> GpuAccess:
         device_id=node,
         nodes=nodes,
         groups=groups,
+        visible={"ROCR_VISIBLE_DEVICES": choice.which},
         facts={"gpu_mode": GpuMode.ROCM.value},
     )

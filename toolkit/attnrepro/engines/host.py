@@ -185,4 +185,5 @@ def host_environment(spec: ContainerSpec, private: Path) -> dict[str, str]:
     if "PYTHONPATH" in inside:
         entries = inside["PYTHONPATH"].split(":")
         inside["PYTHONPATH"] = ":".join(translated(entry, spec.mounts) for entry in entries)
-    return kept | inside | {_MARKER: spec.name}
+    visible = dict(spec.gpu.visible) if spec.gpu else {}
+    return kept | inside | visible | {_MARKER: spec.name}

@@ -84,12 +84,13 @@ def ended(
     *,
     flushed: bool = True,
     policy: dict[str, Any] = OBSERVE,
+    clock: str = "op",
     **entry: Any,
 ) -> dict[str, Any]:
     """Return the entry of a subject whose samples all are of one length."""
     one = interleave.Measured({"status": "PASS", "reason": None, **entry})
     one.flushed = flushed
-    one.series = {"op": Series(samples=[median_ns] * 20, usable=[median_ns] * 20, stop="budget")}
+    one.series = {clock: Series(samples=[median_ns] * 20, usable=[median_ns] * 20, stop="budget")}
     finish.judge(one, {"workload": workload}, found, device=H200, policy=policy, ceilings=[])
     return one.entry
 

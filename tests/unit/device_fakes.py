@@ -56,7 +56,7 @@ class FakeTrace:
         yield
         self.windows.append((begin, self.device.host.ns))
 
-    def spans_ns(self) -> Sequence[tuple[int, int] | None]:
+    def spans_ns(self) -> Sequence[tuple[int, int, int] | None]:
         return torchdevice.spans(self.windows, sorted(self.device.kernels))
 
     def busy_ns(self) -> Sequence[int | None]:

@@ -55,10 +55,10 @@ def manifest(**changes: Any) -> dict[str, Any]:
     }
 
 
-def job(**changes: Any) -> dict[str, Any]:
+def job(planned: int = 5, **changes: Any) -> dict[str, Any]:
     launches = [
         {"id": f"launch-{n}", "stage": "launch", "launch": n, "subjects": ["fast", "slow"]}
-        for n in range(5)
+        for n in range(planned)
     ]
     return {
         "schema": "attnrepro.job/1",

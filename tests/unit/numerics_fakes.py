@@ -19,6 +19,7 @@ from attnrepro_runner.backends.base import (
     Prepared,
     Tensors,
 )
+from attnrepro_runner.backends.flash_common import CacheAppend
 from attnrepro_runner.semantics import Workload
 
 if TYPE_CHECKING:
@@ -94,13 +95,17 @@ class ReferencePrepared(Prepared):
         self.calls = 0
 
     def append_step(self) -> None:
-        pass  # logical_keys reads k_new
+        cache = self.workload.cache
+        if cache is not None and cache.append:
+            CacheAppend(self.workload, self.tensors)()
 
     def backward_step(self) -> Outputs:
         return self.step()
 
     def step(self) -> Outputs:
         faults, given = self.backend.faults, self.workload
+        if given.cache is not None and given.cache.append_in_call:
+            self.append_step()
         tensors = faults.tensors(self.tensors)
         workload = faults.workload(given)
         out = torch.zeros(given.shape("out"), dtype=views.DTYPES[given.dtype_out])

@@ -30,7 +30,7 @@ from test_runner_rules import REQUIRE, opened
 
 from attnrepro import schema
 from attnrepro.artifact.content import find_real
-from attnrepro.compare import published
+from attnrepro.compare import published, statistics
 from attnrepro.compare.explain import Stage, compare
 from attnrepro.errors import Interrupted
 from attnrepro_runner import (
@@ -127,6 +127,16 @@ def test_triton_2306_a_cold_devices_clock_is_a_series_and_its_drift_is_said() ->
         record | {"calls_per_sample": 1}, drifting, launch=0, tails=[], confidence=0.95
     )
     assert float.fromhex(told["autocorrelation_lag1"]) > 0.9
+
+
+@pytest.mark.parametrize("clock", ["op", "append_op", "request"])
+@pytest.mark.parametrize("wrong", [0, -5])
+def test_a_call_of_no_time_is_invalid(clock: str, wrong: int) -> None:
+    """A clock that stood still, or ran back, says nothing; its ratio would be no number."""
+    entry = ended(LONG, wrong, clock_series(1980), clock=clock)
+    assert entry["status"] == "INVALID"
+    assert entry["reason"] == f"{clock}: a call took {wrong} ns: the clock cannot be believed"
+    assert statistics.compare([1000] * 4, [1000, 1000, wrong, 1000]).ratio is None
 
 
 @pytest.mark.parametrize(("settles_s", "stationary"), [(2, True), (60, False)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attnrepro import aa
-from attnrepro.errors import AttnreproError
+from attnrepro.errors import AttnreproError, InvalidDocument
 from attnrepro.manifest.load import load
 
 
@@ -14,10 +14,11 @@ def timing(medians: list[int], half: int = 1) -> dict[str, Any]:
     return {
         "launches": [
             {
+                "launch": number,
                 "median": {"value_ns": value},
                 "interval": {"lower_ns": value - half, "upper_ns": value + half},
             }
-            for value in medians
+            for number, value in enumerate(medians)
         ]
     }
 
@@ -93,6 +94,40 @@ def test_kept_samples_are_judged_without_running_anything() -> None:
     assert found.false_verdicts == 0
     assert found.where == "Some CPU, c000"
     assert found.scatter == pytest.approx(1.005, abs=1e-4)
+
+
+def test_a_launch_without_a_usable_sample_is_named_and_paired_with_nothing() -> None:
+    document = kept(7)
+    gone = next(s for s in document["series"] if (s["launch"], s["subject"]) == (2, "b"))
+    gone["discards"] = [{"first": 0, "count": 10, "reason": "the device slowed down"}]
+    document["series"] = [s for s in document["series"] if (s["launch"], s["subject"]) != (5, "a")]
+    (found,) = aa.from_samples(document)
+    assert found.launches == 5
+    assert found.left_out == ("2: no usable sample of b", "5: no usable sample of a")
+    assert "left out         launch 2: no usable sample of b" in found.text()
+    assert found.document()["left_out"] == list(found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"samples": [1.5]}, "/series/0/samples/0"),
+        ({"samples": [0] * 12}, "/series/0/samples/0"),
+        ({"samples": [-3]}, "/series/0/samples/0"),
+        ({"discards": [{"first": 9, "count": 3, "reason": "x"}]}, "/series/0/discards"),
+        ({"launch": 1}, "/series/2/launch"),
+        ({"subject": "c"}, "/series/0/subject"),
+    ],
+)
+def test_damaged_samples_are_named_by_their_pointer(change: dict[str, Any], pointer: str) -> None:
+    document = kept(6)
+    document["series"][0] |= change
+    with pytest.raises(InvalidDocument) as caught:
+        aa.from_samples(document)
+    assert caught.value.problems[0].pointer == pointer
+    for damaged in ({"schema": "attnrepro.aa/1"}, {**document, "series": 5}):
+        with pytest.raises(InvalidDocument):
+            aa.from_samples(damaged)
 
 
 def test_too_few_launches_or_another_document_is_an_error() -> None:

@@ -84,6 +84,27 @@ def test_causes_stand_in_causal_order() -> None:
     assert str(report.causes[0].difference) == "cpu-r1: sha256:aa, and sha256:bb in the other"
 
 
+def clocked(found: Side, **clocks: str) -> Side:
+    """The same run, its times under other clocks' names: new name to the old one."""
+    seen = copy.deepcopy(dict(found.observations))
+    for subject in seen["cells"][0]["subjects"]:
+        subject["timing"] = {new: subject["timing"][old] for new, old in clocks.items()}
+    return replace(found, observations=seen)
+
+
+def test_the_first_clock_that_both_have_is_compared_and_the_request_besides() -> None:
+    one, both = clocked(side(), op="host"), clocked(side(), kernel="host", op="host")
+    for first, second in ((one, both), (both, one)):
+        report = compare(first, second, confidence="0.95")
+        assert [c.clock for c in report.cells] == ["op", "op"]
+        assert all(c.comparison is not None for c in report.cells)
+    requests = clocked(side(), op="host", request="host")
+    report = compare(requests, requests, confidence="0.95")
+    assert [c.clock for c in report.cells] == ["op", "request"] * 2
+    report = compare(clocked(side(), kernel="host"), one, confidence="0.95")
+    assert [c.reason for c in report.cells] == ["not timed by the same clock in both"] * 2
+
+
 def test_failed_cell_is_not_compared() -> None:
     failed = tasks()
     failed[0]["entries"][0] |= {"status": "INCORRECT", "reason": "a tile was dropped"}

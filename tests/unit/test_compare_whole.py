@@ -12,6 +12,7 @@ from host_fakes import check_entry, cold_entry, job, launch_entry, sample_bytes,
 from attnrepro import jsonio, schema
 from attnrepro.compare import boundary, bounds, explain, wholework
 from attnrepro.manifest.load import load
+from attnrepro.report import terminal
 from attnrepro.report import wholework as report
 from attnrepro.results import Context, merge
 from attnrepro_runner import shares
@@ -205,6 +206,18 @@ def test_a_bound_is_named_by_the_ceiling_that_is_reached() -> None:
     }
     counted = bounds.bounds(asked, seen)[0]
     assert (counted.bound, counted.evidence) == ("memory", "counters: memory 80 % of peak")
+    assert terminal.counted_lines(observations()) == []
+    seen["cells"][0]["subjects"][1]["counters"] = {
+        "tool": "ncu",
+        "metrics": {},
+        "bound": "undetermined",
+        "evidence": "no permission",
+    }
+    silent = bounds.bounds(asked, seen)[1]
+    assert silent.evidence.endswith("counters: no permission")
+    fast_line, slow_line = terminal.counted_lines(seen)[2:]
+    assert fast_line.endswith("fast: memory (memory 80 % of peak)")
+    assert slow_line == "  undetermined for 1 calls: no permission"
 
 
 def test_without_ceilings_nothing_is_named() -> None:

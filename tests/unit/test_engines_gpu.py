@@ -125,6 +125,9 @@ def test_cdi_comes_first(tmp_path: Path) -> None:
         assert access.device_id == UUIDS[0]
         assert access.nodes == access.runtime_ids == access.mounts == ()
         assert access.facts["driver"] == "580.95.05"
+        # An artifact has a keyed digest of the device, and no name that anybody can look up.
+        assert access.facts["cdi_device"] == "by UUID"
+        assert UUIDS[0] not in str(access.facts)
     # The spec has no device of exactly the second GPU's node, and `all` would give away both.
     choice = parse_device("nvidia:1")
     assert choice is not None

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import json
-import time
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from manifest_fakes import cell, decode, document, loaded, subject
+from manifest_fakes import cell, decode, subject
 
 from attnrepro import resources, schema
 from attnrepro.errors import InvalidDocument
+from attnrepro.manifest import callfacts
 from attnrepro.manifest.capability import (
     Capability,
     Device,
@@ -60,7 +61,8 @@ def verdict(
 def test_every_claim_is_valid_and_has_source_and_date(path: Path) -> None:
     claims = read_release(path)
     assert claims
-    assert all(claim["source"] and claim["date"] for claim in claims)
+    assert all(claim["source"] for claim in claims)
+    assert all(len(claim["date"]) == len("2026-11-30") for claim in claims)
     names = [(c["backend"], c["case"]) for c in claims]
     assert len(set(names)) == len(names)
 
@@ -140,10 +142,16 @@ def test_what_a_release_silently_ignores_is_never_claimed(
 @pytest.mark.parametrize(
     ("workload", "word"),
     [
-        ({"phase": "forward_backward"}, "phase"),
-        ({"dtype": "float16"}, "dtype"),
-        ({"mask": {"window": {"left": 4, "right": 4}}}, "window"),
-        ({**decode()["workload"], "cache": {"kind": "paged", "page_size": 16}}, "cache"),
+        ({"phase": "forward_backward"}, "without BACKWARD"),
+        ({"dtype": "float16"}, "without FP16"),
+        ({"dtype": "float16", "head_dim_v": 32}, "without FP16"),
+        ({"mask": {"window": {"left": 4, "right": 4}}}, "without LOCAL"),
+        ({"mask": {"window": {"left": None, "right": 0}}}, None),
+        (
+            {**decode()["workload"], "cache": {"kind": "paged", "page_size": 16}},
+            "without PAGEDKV",
+        ),
+        ({"softcap": 30, "alibi": {"slopes": "geometric"}}, "does not claim alibi"),
         ({}, None),
         ({"dtype": "float8_e4m3fn", "fp8": {}}, None),
     ],
@@ -201,29 +209,89 @@ def test_backends_that_were_left_out_are_named(stack: Capability) -> None:
     assert uncompared(training, named, stack, CPU) == ("sdpa.flash",)
 
 
-def test_a_thousand_cells(stack: Capability) -> None:
-    """Prints what it took (`pytest -s`); less than 1 s is meant, 0.15 s was seen."""
-    manifest = loaded(
-        document(
-            workload={"phase": "forward"},
-            sweep={
-                "/workload/seqlen_k": list(range(1, 126)),
-                "/workload/softcap": [None, 30],
-                "/workload/dtype": ["float32", "bfloat16", "float16"],
-                "/workload/head_dim_v": [None, 32],
-            },
-        )
-    )
-    cells = manifest.cells[:1000]
-    assert len(cells) == 1000
-    began = time.process_time()
-    refusals = 0
-    for one in cells:
-        for each in manifest.subjects:
-            refusals += isinstance(decide(one, each, stack, CPU), Unsupported)
-        uncompared(one, manifest.subjects, stack, CPU)
-    print(f"1000 cells, 2 subjects: {time.process_time() - began:.2f} s")
-    assert refusals == 750  # flash: softcap, or unequal widths
+@pytest.mark.parametrize("path", sorted(CLAIMS.glob("*.json")), ids=lambda p: p.stem)
+def test_what_only_rules_are_about_is_not_read_elsewhere(path: Path) -> None:
+    """Cells that differ in it alone are decided once, unless a rule of the backend names it."""
+    paged = {"cache": {"kind": "paged", "page_size": 16, "append": 1, "append_in_call": True}}
+    changes = [{}, decode(**paged)["workload"]]
+    changes += [{"layout": "thd", "seqlen_q": [16, 0], "seqlen_k": [16, 0]}]
+    changes += [{"phase": "forward_backward", "dropout": {"p": 0.5, "seed": 1}, "seqlen_k": 8}]
+    for change in changes:
+        call = cell(**change).call
+        assert call.keys() >= callfacts.RULES_ONLY
+        facts = {name: v for name, v in call.items() if name not in callfacts.RULES_ONLY}
+        for claim in read_release(path):
+            assert list(callfacts.unmet(claim, facts, {})) is not None
+
+
+def test_decisions_that_are_kept_differ_where_claims_do() -> None:
+    torch = release("torch-2.13.0-cuda13.0")
+    for length, claimed in ((1, False), (2, True), (1, False), (16, True)):
+        lengths = {"phase": "forward", "seqlen_q": 1, "seqlen_k": length, "heads_kv": 4}
+        reason = verdict(torch, "sdpa.cudnn", HOPPER, **lengths)
+        assert (reason is None) is claimed, reason
+    assert len(torch.decisions) == 3
+    for batch in range(1, 9):
+        assert verdict(torch, "sdpa.math", HOPPER, batch=batch) is None
+    assert len(torch.decisions) == 4
+    assert verdict(torch, "sdpa.math", CPU)
+    fa4 = release("flash-attn-4-4.0.0b36")
+    for value, claimed in ((1, True), (True, False), (1, True), (2, False)):
+        reason = verdict(fa4, "flash_attn_4", HOPPER, options={"num_splits": value})
+        assert (reason is None) is claimed, (value, reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "device"),
+    [
+        ("flash-attn-2.8.3-cuda", "flash_attn_2", HOPPER),
+        ("flash-attn-2.8.3-rocm-ck", "flash_attn_2.rocm_ck", CDNA),
+    ],
+)
+def test_a_gpus_generator_takes_some_offsets_of_dropout_only(
+    name: str, backend: str, device: Device
+) -> None:
+    for offset, claimed in ((0, True), (3, False), (8, True), (2**64 - 4, True), (6, False)):
+        dropout = {"p": 0.1, "seed": 1, "offset": str(offset)}
+        reason = verdict(release(name), backend, device, phase="forward_backward", dropout=dropout)
+        assert (reason is None) is claimed, reason
+        assert claimed or f"dropout_offset {offset} (claimed: multiples of 4)" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("mask", "word"),
+    [
+        ({"window": {"left": None, "right": 0}}, None),
+        ({"causal": "bottom_right", "window": {"left": None, "right": 3}}, None),
+        ({"causal": "bottom_right", "window": {"left": 3, "right": None}}, "silently ignores it"),
+        ({"window": {"left": None, "right": 3}}, "silently ignores it"),
+        ({"window": {"left": 0, "right": None}}, "silently ignores it"),
+    ],
+)
+def test_a_window_that_says_no_more_than_causal_is_none(
+    mask: dict[str, Any], word: str | None
+) -> None:
+    triton = release("flash-attn-2.8.3-rocm-triton")
+    reason = verdict(triton, "flash_attn_2.rocm_triton", CDNA, mask=mask)
+    assert (reason is None) == (word is None), reason
+    assert word is None or word in str(reason)
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(resources.images_dir().glob("*/r*")), ids=lambda folder: folder.parent.name
+)
+def test_claims_name_the_releases_that_the_stack_locks(folder: Path) -> None:
+    lock = (folder / "requirements.lock").read_text(encoding="utf-8")
+    locked = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, flags=re.MULTILINE))
+    named = {claim["backend"]: claim["release"] for claim in Capability.load(folder).claims}
+    for backend, distributions in {
+        "cudnn_frontend": ("nvidia-cudnn-frontend", "nvidia-cudnn-cu13"),
+        "flash_attn_4": ("flash-attn-4",),
+        "flashinfer": ("flashinfer-python",),
+    }.items():
+        assert (backend in named) == (distributions[0] in locked)
+        for distribution in distributions if backend in named else ():
+            assert f" {locked[distribution]}" in named[backend]
 
 
 def _own(tmp_path: Path, claims: list[dict[str, Any]]) -> bytes:

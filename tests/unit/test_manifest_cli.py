@@ -134,6 +134,36 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["matrix", "no-such-stack"]) == 2
 
 
+def test_matrix_prints_every_field_of_a_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "cuda13.0-torch2.13-fa2.8.3"
+    assert run(["matrix", name, "--backend", "flash_attn_2"]) == 0
+    text = capsys.readouterr().out
+    for word in ("bshd bhsd thd", "yes/option", "top_left", "2026-11-30"):
+        assert word in text
+    assert "sm_80" not in text
+    assert max(map(len, text.splitlines()[:3])) < 200
+    assert run(["matrix", name, "--backend", "flash_attn_2", "--details"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "architectures: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120",
+        "layouts: bshd, bhsd, thd",
+        "strides: last_contiguous",
+        "determinism: forward yes; backward with the option deterministic",
+        "options: deterministic (true, false), num_splits (0 to 128)",
+        "page_size: multiples of 256",
+        "dropout.offset: multiples of 4",
+        "refuses: softcap with dropout raises",
+    ):
+        assert line in lines
+    # What a claim says is said in words too: no value of any field stands in --json alone.
+    found = answer(capsys, "matrix", "--all")
+    assert run(["matrix", "--all", "--details"]) == 0
+    words = set(capsys.readouterr().out.replace(",", " ").replace("(", " ").split())
+    for claim in (claim for stack in found["stacks"] for claim in stack["claims"]):
+        missing = {*claim["architectures"], *claim["layouts"], *claim["options"]} - words
+        assert not missing
+
+
 def test_new_writes_what_check_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new.json"
     flags = ["--phase", "decode", "--seqlen-k", "128", "--seqlen-k", "256", "--heads-kv", "2"]

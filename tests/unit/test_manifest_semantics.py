@@ -100,6 +100,51 @@ def test_a_decode_step_without_meaning_is_refused(change: dict[str, Any], pointe
 
 
 @pytest.mark.parametrize(
+    ("value", "pointer", "found", "fix"),
+    [
+        (document(workload={"seqlen_q": 65}), "/seqlen_q", "65", "raise seqlen_k"),
+        (decode(seqlen_q=65), "/seqlen_q", "65", "raise seqlen_k"),
+        (document(workload={"seqlen_q": [3, 4]}), "/seqlen_q", "[3, 4]", 'layout "thd"'),
+        (decode(cache={"kind": "paged"}), "/cache/page_size", "null", "give page_size"),
+        (
+            decode(cache={"kind": "contiguous", "page_size": 16}),
+            "/cache/page_size",
+            "16",
+            "leave page_size out",
+        ),
+        (
+            decode(cache={"kind": "contiguous", "pool_pages": 16}),
+            "/cache/pool_pages",
+            "16",
+            "leave pool_pages out",
+        ),
+        (
+            document(workload={"fp8": {"granularity": "tensor", "q_descale": [0.5]}}),
+            "/fp8",
+            '{"granularity": "tensor", "q_descale": [0.5], "k_descale": "measured", '
+            '"v_descale": "measured"}',
+            "and only there",
+        ),
+        (document(workload={"dtype": "float8_e4m3fn"}), "/fp8", "null", "give fp8"),
+        (
+            document(
+                workload={"phase": "forward", "cache": {"kind": "contiguous"}},
+            ),
+            "/cache",
+            '"contiguous"',
+            "set cache to null",
+        ),
+    ],
+)
+def test_what_was_found_is_json_and_the_fix_is_of_its_rule(
+    value: dict[str, Any], pointer: str, found: str, fix: str
+) -> None:
+    problem = refused(value)[f"/workload{pointer}"]
+    assert problem.found == found
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"phase": "forward", "seqlen_k": 8},

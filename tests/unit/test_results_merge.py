@@ -65,6 +65,14 @@ def test_discarded_samples_take_no_part() -> None:
     assert launch["median"]["value_ns"] == 1004
 
 
+def test_a_launch_of_which_nothing_was_written_is_missed() -> None:
+    given = [one for one in tasks() if one["launch"] != 1]
+    assert len(given) == len(tasks()) - 1
+    found = subject(merged(given), "fast")
+    assert found["status"] == "INCONCLUSIVE"
+    assert found["reason"].startswith("no result was written of ")
+
+
 def test_median_is_taken_over_launch_medians() -> None:
     clock = subject(merged(tasks()), "slow")["timing"]["host"]
     assert clock["median"]["value_ns"] == 2000 + 2 + 4
@@ -82,7 +90,8 @@ def test_candidate_is_compared_with_the_baseline_only() -> None:
 
 
 def test_three_launches_give_no_verdict() -> None:
-    (comparison,) = subject(merged(tasks(launches=3)), "fast")["comparisons"]
+    three = merged(tasks(launches=3), planned=3)
+    (comparison,) = subject(three, "fast")["comparisons"]
     assert comparison["verdict"] == "INCONCLUSIVE"
     assert "needs 4" in comparison["reason"]
 
@@ -131,7 +140,9 @@ def test_subject_without_a_check_is_inconclusive() -> None:
 
 
 def test_subject_without_samples_is_inconclusive() -> None:
-    results = [task("check", "check", None, [check_entry("fast"), check_entry("slow")])]
+    results = tasks()
+    for launch in results[1:]:
+        launch["entries"][0]["samples"] = []
     found = subject(merged(results), "fast")
     assert (found["status"], found["reason"]) == ("INCONCLUSIVE", "no usable sample")
 

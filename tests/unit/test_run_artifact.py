@@ -75,24 +75,32 @@ def test_run_folder_is_gone_once_the_artifact_is_there(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_names_of_folder_user_and_host_stay_out(
+DEVICE = "GPU-21063f48-5201-76d2-a581-000000000000"
+
+
+def test_names_of_folder_user_host_and_device_stay_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     engine = FakeEngine(
         change=lambda result: result["entries"][0].update(
-            status="CRASH", reason=f"cannot load {tmp_path}/x.so"
+            status="CRASH", reason=f"cannot load {tmp_path}/x.so on {DEVICE}"
         )
     )
-    outcome = make(tmp_path, engine=engine, invocation=("attnrepro", "run", f"{tmp_path}/m.json"))
+    words = ("attnrepro", "run", f"{tmp_path}/m.json", "--device", f"nvidia:{DEVICE}")
+    outcome = make(tmp_path, engine=engine, invocation=words)
     verified = verify(outcome.path, trust=trust.load())
-    assert verified.predicate["invocation"] == ["attnrepro", "run", "m.json"]
-    assert verified.predicate["redactions"] == ["folder", "working folder"]
+    assert verified.predicate["invocation"] == [
+        *("attnrepro", "run", "m.json", "--device", "nvidia:GPU-UUID")
+    ]
+    assert verified.predicate["redactions"] == ["device UUID", "folder", "working folder"]
     data = outcome.path.read_bytes()
     content = example.content_zip(data)
     assert str(tmp_path).encode() not in content
     assert str(tmp_path) not in json.dumps(example.payload(data))
-    assert b"cannot load ./x.so" in content
+    assert DEVICE.encode() not in content
+    assert DEVICE not in json.dumps(example.payload(data))
+    assert b"cannot load ./x.so on GPU-UUID" in content
 
 
 def test_interrupted_run_is_resumed_and_says_so(tmp_path: Path) -> None:

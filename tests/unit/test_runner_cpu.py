@@ -211,7 +211,7 @@ class FakeGpu:
     def record(self) -> AcceleratorRecord:
         raise AssertionError
 
-    def sample(self) -> AcceleratorSample:
+    def sample(self, *, whole: bool = True) -> AcceleratorSample:
         return AcceleratorSample(
             time_ns=1,
             sm_clock_mhz=1980,
@@ -219,8 +219,8 @@ class FakeGpu:
             power_mw=700_000,
             temperature_c=60,
             memory_temperature_c=None,
-            utilization_percent=100,
-            memory_used_bytes=1 << 30,
+            utilization_percent=100 if whole else None,
+            memory_used_bytes=1 << 30 if whole else None,
             throttle=("software_power_cap", "software_thermal"),
             throttle_raw=0x24,
         )
@@ -249,6 +249,7 @@ def test_a_gpus_state_is_columns() -> None:
     assert [rows[n]["other_processes"] for n in (0, 24, 25)] == [1, 1, 2]
     # The counter's reading is slow, so that it is there once a second.
     assert [rows[n]["energy_mj"] for n in (0, 1, 24, 25)] == [5, None, None, 10]
+    assert [n for n in range(12) if rows[n]["utilization_percent"] is not None] == [0, 5, 10]
 
 
 def test_the_preflight_executes_a_file(tmp_path: Path) -> None:

@@ -60,7 +60,10 @@ class Ncu:
         self, command: Sequence[str], environment: Mapping[str, str], seconds: float
     ) -> tuple[int, str]:
         if command[-1] == "--version":
-            return 0, "NVIDIA (R) Nsight Compute\nVersion 2025.3.1.0"
+            return 0, (
+                "NVIDIA (R) Nsight Compute Command Line Profiler\n"
+                "Version 2025.3.1.0 (build 36398880) (public-release)"
+            )
         self.commands.append(list(command))
         if self.texts:
             self.table.write_text(self.texts.pop(0))
@@ -98,6 +101,19 @@ def test_single_metrics_that_the_tool_does_not_know_are_left_out(tmp_path: Path)
     tool = Ncu(tmp_path / "t.csv", "==ERROR== no such metric\n", ncu_table((9.0, 70.0, 10.0)))
     assert counted(tool).bound == "compute"
     assert ["--metrics" in command for command in tool.commands] == [True, False]
+
+
+def test_a_kernel_that_cannot_be_prepared_is_replayed_with_its_application(tmp_path: Path) -> None:
+    failed = (
+        "==ERROR== Failed to prepare kernel for profiling\n==ERROR== Unknown Error on device 0.\n"
+    )
+    tool = Ncu(tmp_path / "t.csv", failed, failed, ncu_table((9.0, 70.0, 10.0)))
+    assert counted(tool).bound == "compute"
+    modes = [line[line.index("--replay-mode") + 1] for line in tool.commands]
+    assert modes == ["kernel", "kernel", "application"]
+    found = counted(Ncu(tmp_path / "t.csv", failed, failed, failed))
+    assert found.bound == "undetermined"
+    assert "prepare kernel for profiling; ==ERROR== Unknown Error" in found.evidence
 
 
 def test_without_tool_or_right_the_bound_is_undetermined(tmp_path: Path) -> None:

@@ -72,3 +72,16 @@ def test_table_and_exit_status(
     assert "**SURVIVES**" in capsys.readouterr().out
     outcome[mutant.name], outcome[control.name] = "probe v", "probe k"
     assert mutants.main([]) == 1
+
+
+@pytest.mark.parametrize("lengths", ["abc", "0", "64", "1023", "-1024", "", "1024,", "1024,x", "²"])
+def test_lengths_that_cannot_be_judged_are_told(
+    lengths: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants, "run", lambda *_: pytest.fail("it ran"))
+    assert mutants.main([f"--lengths={lengths}"]) == 2
+    found = capsys.readouterr()
+    assert not found.out
+    assert found.err.count("\n") == 1
+    assert "--lengths: found" in found.err
+    assert "from 1024" in found.err

@@ -174,7 +174,7 @@ class Gpu:
     def other_processes(self) -> int | None:
         return 0
 
-    def sample(self) -> Any:
+    def sample(self, *, whole: bool = True) -> Any:
         if self.lost:
             message = "GPU is lost"
             raise AcceleratorUnavailable(message)

@@ -183,6 +183,17 @@ def test_the_kernel_clock_spans_the_calls_kernels_alone(device: FakeDevice) -> N
         clock.take(1, flushing(device, lambda: None))
 
 
+def test_a_trace_that_lost_a_kernel_is_no_time(device: FakeDevice) -> None:
+    clock = clocks.KernelClock(device)
+    whole = call(device, python_ns=100_000, kernels=[10_000, 20_000])
+    lossy = call(device, python_ns=100_000, kernels=[10_000])
+    assert clock.take(1, flushing(device, whole)) == [30_000]
+    calls = [flushing(device, work) for work in (whole, lossy, whole)]
+    with pytest.raises(clocks.ClockUnavailable, match="1 to 2 kernels in equal calls") as caught:
+        clock.take(3, lambda: calls.pop(0)())
+    assert caught.value.taken == [30_000, 10_000, 30_000]
+
+
 def test_the_kernel_clock_shows_the_gaps_of_a_call_that_waits_for_the_device(
     device: FakeDevice,
 ) -> None:
@@ -209,7 +220,7 @@ def test_the_kernel_clocks_sleep_has_a_limit(device: FakeDevice) -> None:
 def test_a_kernel_of_a_side_stream_does_not_escape() -> None:
     windows = [(0, 100), (200, 300)]
     kernels = [(10, 40), (20, 95), (150, 160), (210, 220)]
-    assert torchdevice.spans(windows, kernels) == [(10, 95), (210, 220)]
+    assert torchdevice.spans(windows, kernels) == [(10, 95, 2), (210, 220, 1)]
     assert torchdevice.spans([(0, 5)], kernels) == [None]
     assert torchdevice.busy(windows, kernels) == [85, 10]
     assert torchdevice.busy([(0, 100)], [(0, 10), (5, 8), (50, 60)]) == [20]
@@ -227,7 +238,7 @@ def test_the_sleep_before_a_call_is_no_kernel_of_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trace, "events", lambda profiler: events)
     found = torchdevice.TorchTrace(None)  # type: ignore[arg-type]
     assert found.busy_ns() == [20]
-    assert found.spans_ns() == [(50, 70)]
+    assert found.spans_ns() == [(50, 70, 1)]
 
 
 def test_a_cpu_has_the_host_clock_only() -> None:

@@ -15,12 +15,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attnrepro import schema
 from attnrepro.compare import published, statistics
 from attnrepro.compare.statistics import Verdict
-from attnrepro.errors import AttnreproError, UsageError
+from attnrepro.errors import AttnreproError, InvalidDocument, Problem, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from attnrepro.engines.base import Engine
     from attnrepro.jsonio import JsonObject
@@ -76,6 +77,8 @@ class Noise:
     where: str
     """Engine and device, in words."""
     launches: int
+    left_out: tuple[str, ...]
+    """Launches that have no usable sample on a side: no comparison has them."""
     taken: int
     """Launches a side of one comparison."""
     comparisons: int
@@ -93,6 +96,7 @@ class Noise:
         return {
             "where": self.where,
             "launches": self.launches,
+            "left_out": list(self.left_out),
             "comparisons": self.comparisons,
             "false_verdicts": self.false_verdicts,
             "false_verdict_rate": self.false_verdicts / self.comparisons,
@@ -112,11 +116,14 @@ class Noise:
                 f"{float(POWER) * 100:g} % of comparisons; smaller ones may go unseen"
             )
         disjoint, pairs = self.disjoint
+        left = [f"left out         launch {one}" for one in self.left_out]
         return "\n".join(
             [
                 f"identical code against itself, {self.launches} launches a side, {self.where}",
+                *left,
                 f"false verdicts   {self.false_verdicts} of {self.comparisons} comparisons of "
-                f"{self.taken} launches ({rate * 100:.1f} %; the test allows at most 5 %)",
+                f"{self.taken} launches ({rate * 100:.1f} %; the test allows at most 5 %); they "
+                "share launches, so that few of them say little of the rate",
                 f"detectable       {detect}",
                 f"launch scatter   {(self.scatter - 1) * 100:.1f} % between the fastest and the "
                 "slowest launch",
@@ -171,13 +178,18 @@ def measure(*, engine: Engine, images: ImageSource, progress: Callable[[str], No
 def from_samples(document: Mapping[str, Any]) -> list[Noise]:
     """A/A of a job that the runner's `fidelity --samples` made, one a cell.
 
-    Raises UsageError where the document is another, AttnreproError with too few launches.
+    Raises UsageError where the document is another, InvalidDocument with all that is wrong in it,
+    AttnreproError with too few launches.
     """
     if not isinstance(document, dict) or document.get("schema") != "attnrepro.aa/1":
         message = "the file holds no samples of `attnrepro_runner fidelity --samples`"
         raise UsageError(message, hint="name the file that --samples wrote")
+    problems = schema.validate("aa", document) or list(_unlike(document["series"]))
+    if problems:
+        message = "the file's samples are damaged"
+        raise InvalidDocument(message, problems=problems)
     found = []
-    for cell in sorted({one["cell"] for one in document["series"]}):
+    for cell, clock in sorted({(one["cell"], one["clock"]) for one in document["series"]}):
         sides = []
         for subject in ("a", "b"):
             launches = [
@@ -189,7 +201,7 @@ def from_samples(document: Mapping[str, Any]) -> list[Noise]:
                     confidence="0.95",
                 )
                 for one in document["series"]
-                if (one["cell"], one["subject"]) == (cell, subject)
+                if (one["cell"], one["clock"], one["subject"]) == (cell, clock, subject)
             ]
             launches.sort(key=lambda launch: launch["launch"])
             sides.append(published.clock_timing(launches, tails=(), confidence="0.95"))
@@ -197,10 +209,40 @@ def from_samples(document: Mapping[str, Any]) -> list[Noise]:
     return found
 
 
+def _unlike(series: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    """What no schema can say: a launch twice, discards outside their samples."""
+    seen: dict[tuple[object, ...], int] = {}
+    for index, one in enumerate(series):
+        key = (one["cell"], one["clock"], one["subject"], one["launch"])
+        if key in seen:
+            yield Problem(
+                pointer=f"/series/{index}/launch",
+                found=str(one["launch"]),
+                allowed=f"a launch once a subject; /series/{seen[key]} is the same",
+                fix="remove one of the two",
+            )
+        seen.setdefault(key, index)
+        try:
+            published.used_samples(one["samples"], one["discards"])
+        except ValueError as error:
+            yield Problem(
+                pointer=f"/series/{index}/discards",
+                found=str(error),
+                allowed=f"parts of {len(one['samples'])} samples that do not overlap",
+                fix="write the samples anew with fidelity --samples",
+            )
+
+
 def judge(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) -> Noise:
     """What two timings (`clock_timing`) of identical code say about this machine."""
-    a, b = published.launch_medians(first), published.launch_medians(second)
-    made = min(len(a), len(b))
+    by_launch = [
+        {launch["launch"]: launch["median"]["value_ns"] for launch in side["launches"]}
+        for side in (first, second)
+    ]
+    numbers = sorted(set(by_launch[0]) | set(by_launch[1]))
+    both = [n for n in numbers if all(side.get(n) is not None for side in by_launch)]
+    a, b = ([side[n] for n in both] for side in by_launch)
+    made = len(both)
     taken = min(LAUNCHES, made - 1)
     if taken < statistics.LEAST_LAUNCHES:
         message = f"{made} launches: A/A needs {statistics.LEAST_LAUNCHES + 1}"
@@ -210,6 +252,7 @@ def judge(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) ->
     return Noise(
         where=where,
         launches=made,
+        left_out=tuple(_left_out(n, by_launch) for n in numbers if n not in both),
         taken=taken,
         comparisons=len(choices),
         false_verdicts=false,
@@ -217,6 +260,11 @@ def judge(first: Mapping[str, Any], second: Mapping[str, Any], *, where: str) ->
         scatter=max(max(side) / min(side) for side in (a, b)),
         disjoint=_disjoint([*first["launches"], *second["launches"]]),
     )
+
+
+def _left_out(number: int, sides: Sequence[Mapping[int, int | None]]) -> str:
+    lacking = [name for name, side in zip("ab", sides, strict=True) if side.get(number) is None]
+    return f"{number}: no usable sample of {' and '.join(lacking)}"
 
 
 def _verdict(a: Sequence[int], b: Sequence[int], choice: Sequence[int]) -> Verdict:

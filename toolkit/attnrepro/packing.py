@@ -29,6 +29,10 @@ _OTHER_MEMBERS: Final = 150
 """Kept free for documents, recipes, logs and telemetry when samples are counted before a run."""
 _LOG_BYTES: Final = 1 << 20
 _WORD: Final = re.compile(r"[A-Za-z0-9_]")
+_DEVICE: Final = re.compile(
+    r"(?<![A-Za-z0-9])(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+)
+"""A device's UUID. The statement has its keyed digest, which nobody else can compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +201,9 @@ class Redactor:
             if replaced != text:
                 self._seen.add(kind)
                 text = replaced
+        text, devices = _DEVICE.subn(r"\1-UUID", text)
+        if devices:
+            self._seen.add("device UUID")
         return text.encode()
 
     def reasons(self, document: Any) -> Any:

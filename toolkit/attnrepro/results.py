@@ -227,6 +227,8 @@ def _status(
             return missing[0], missing[1], ", ".join(sorted(lacking))
         if worst is None or "check" in lacking.values():
             return "INCONCLUSIVE", "the runner wrote no result for this cell", None
+        if launches := sorted(name for name, stage in lacking.items() if stage == "launch"):
+            return "INCONCLUSIVE", f"no result was written of {', '.join(launches)}", None
     return worst[1], worst[2], worst[3]
 
 

@@ -79,16 +79,16 @@ class AcceleratorSample:
     time_ns: int
     """Monotonic clock, as the samples of the timings."""
     sm_clock_mhz: int | None
-    memory_clock_mhz: int | None
     power_mw: int | None
     temperature_c: int | None
-    memory_temperature_c: int | None
-    utilization_percent: int | None
-    memory_used_bytes: int | None
     throttle: tuple[str, ...] | None
     """Neutral names of the reasons that lower the clocks now; empty is none."""
     throttle_raw: int | None
     """The library's own bits, where it has bits."""
+    memory_clock_mhz: int | None = None
+    memory_temperature_c: int | None = None
+    utilization_percent: int | None = None
+    memory_used_bytes: int | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return the sample as plain JSON values."""
@@ -102,8 +102,11 @@ class Accelerator(Protocol):
         """Read what the device is."""
         ...
 
-    def sample(self) -> AcceleratorSample:
+    def sample(self, *, whole: bool = True) -> AcceleratorSample:
         """Read its state now; a value that fails is null.
+
+        Args:
+            whole: with the values that no rule needs; else clock, power, temperature, throttling.
 
         Raises:
             AcceleratorUnavailable: the device itself is gone.

@@ -14,6 +14,7 @@ import importlib
 import io
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
 from attnrepro_runner.accelerator import (
@@ -149,8 +150,8 @@ class AmdsmiDevice:
             absent=dict(read.absent),
         )
 
-    def sample(self) -> AcceleratorSample:
-        """Read its state now.
+    def sample(self, *, whole: bool = True) -> AcceleratorSample:
+        """Read its state now; see `Accelerator.sample`.
 
         Raises:
             AcceleratorUnavailable: none of its values has been read for some samples, after some
@@ -163,18 +164,8 @@ class AmdsmiDevice:
         sample = AcceleratorSample(
             time_ns=now,
             sm_clock_mhz=read.integer("sm_clock", lambda: self._clock("GFX")["clk"]),
-            memory_clock_mhz=read.integer("mem_clock", lambda: self._clock("MEM")["clk"]),
             power_mw=self._power(read),
             temperature_c=read.integer("temperature", lambda: self._temperature("HOTSPOT")),
-            memory_temperature_c=read.integer("mem_temperature", lambda: self._temperature("VRAM")),
-            utilization_percent=read.integer(
-                "utilization", lambda: self._table("amdsmi_get_gpu_activity")["gfx_activity"]
-            ),
-            memory_used_bytes=_mebibytes(
-                read.integer(
-                    "memory_used", lambda: self._table("amdsmi_get_gpu_vram_usage")["vram_used"]
-                )
-            ),
             throttle=throttle,
             throttle_raw=raw,
         )
@@ -185,6 +176,23 @@ class AmdsmiDevice:
             self._silences += 1
             if self._silences >= SILENCES:
                 raise AcceleratorUnavailable(next(iter(read.absent.values())))
+        if whole:
+            sample = replace(
+                sample,
+                memory_clock_mhz=read.integer("mem_clock", lambda: self._clock("MEM")["clk"]),
+                memory_temperature_c=read.integer(
+                    "mem_temperature", lambda: self._temperature("VRAM")
+                ),
+                utilization_percent=read.integer(
+                    "utilization", lambda: self._table("amdsmi_get_gpu_activity")["gfx_activity"]
+                ),
+                memory_used_bytes=_mebibytes(
+                    read.integer(
+                        "memory_used",
+                        lambda: self._table("amdsmi_get_gpu_vram_usage")["vram_used"],
+                    )
+                ),
+            )
         return sample
 
     def energy_mj(self) -> int | None:

@@ -54,8 +54,8 @@ class Trace(Protocol):
         """Mark one call; the device is idle when it is entered and left."""
         ...
 
-    def spans_ns(self) -> Sequence[tuple[int, int] | None]:
-        """Return begin of the first and end of the last kernel of each call; None for no kernel."""
+    def spans_ns(self) -> Sequence[tuple[int, int, int] | None]:
+        """Return first begin, last end and number of each call's kernels; None for no kernel."""
         ...
 
     def busy_ns(self) -> Sequence[int | None]:
@@ -245,6 +245,11 @@ class KernelClock:
             raise ClockUnavailable(message, samples)
         if len(samples) != count:
             message = "the trace shows a call without a kernel"
+            raise ClockUnavailable(message, samples)
+        counts = {span[2] for span in spans if span is not None}
+        if len(counts) > 1:
+            # A lost record would make a call look shorter than it was.
+            message = f"the trace shows {min(counts)} to {max(counts)} kernels in equal calls"
             raise ClockUnavailable(message, samples)
         return samples
 

@@ -158,7 +158,9 @@ class Coordinator:
         team.digests = self._digests
         entries: list[dict[str, Any]] = []
         had = self._ceilings
-        with Recorder(self._device.sources) as recorder:
+        # Nothing is timed under a profiler, which wants a device's counters to itself.
+        sources = () if task.stage == "counters" else self._device.sources
+        with Recorder(sources) as recorder:
             self._recorder = recorder
             try:
                 if task.stage == "launch":
@@ -244,6 +246,8 @@ class Coordinator:
     def _count(self, task: Task, entries: list[dict[str, Any]]) -> None:
         """Counters: a process under ncu for every cell and subject."""
         environment, _ = self._worker_environment("native", self._caches / "counters")
+        # ncu puts kernels of its own round the counted one, and may bring them as PTX.
+        environment.pop("CUDA_DISABLE_PTX_JIT", None)
         for subject in self._measured_subjects(task):
             for cell in self._cells(task, subject, entries):
                 left = self._deadline - time.monotonic()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -71,23 +72,43 @@ class Run(Protocol):
         ...
 
 
-def command(ncu: str, table: Path, counted: Sequence[str], *, extra: bool) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What ncu is asked for, and how it is to run a kernel as often as it must."""
+
+    sections: tuple[str, ...] = SECTIONS
+    metrics: tuple[str, ...] = ()
+    replay: str = "kernel"
+
+
+ATTEMPTS: Final = (
+    Attempt(metrics=(TENSOR, BARRIER)),
+    Attempt(),
+    # Without a kernel's memory saved and put back: ncu 2025.3.1 said on an H200, beside a run on
+    # the other device, that it could not prepare a kernel, though it could on another day.
+    Attempt(sections=("SpeedOfLight",), replay="application"),
+)
+"""In turn, until one gives a table: an old ncu lacks single metrics."""
+
+
+def command(ncu: str, table: Path, counted: Sequence[str], attempt: Attempt) -> list[str]:
     """Return the line that counts; clocks stay as they are.
 
     Args:
         ncu: path of the tool.
         table: file that it writes its table to.
         counted: the process under test.
-        extra: whether single metrics are asked for beside the sections.
+        attempt: what is asked for.
 
     """
     words = [ncu, "--clock-control", "none", "--cache-control", "none"]
+    words += ["--replay-mode", attempt.replay]
     words += ["--profile-from-start", "off", "--target-processes", "all"]
     words += ["--csv", "--page", "details", "--log-file", str(table)]
-    for section in SECTIONS:
+    for section in attempt.sections:
         words += ["--section", section]
-    if extra:
-        words += ["--metrics", f"{TENSOR},{BARRIER}"]
+    if attempt.metrics:
+        words += ["--metrics", ",".join(attempt.metrics)]
     return [*words, *counted]
 
 
@@ -119,11 +140,12 @@ def count(
     if ncu is None:
         return Counters(tool=None, evidence="ncu is not here")
     runner = run or _run
-    status, version = runner([ncu, "--version"], environment, 30)
-    tool = f"ncu {version.split()[-1]}" if status == 0 and version.split() else "ncu"
+    _, version = runner([ncu, "--version"], environment, 30)
+    named = re.search(r"^Version (\S+)", version, re.MULTILINE)
+    tool = f"ncu {named[1]}" if named else "ncu"
     reason = ""
-    for extra in (True, False):
-        status, said = runner(command(ncu, table, counted, extra=extra), environment, seconds)
+    for attempt in ATTEMPTS:
+        status, said = runner(command(ncu, table, counted, attempt), environment, seconds)
         text = table.read_text(errors="replace") if table.exists() else ""
         table.unlink(missing_ok=True)
         if kernels := parse(text):
@@ -215,7 +237,9 @@ _NANOSECONDS: Final = {
 
 def _reason(text: str, status: int) -> str:
     said = [line.strip() for line in text.splitlines() if "ERR" in line or "rror" in line]
-    return (said[0] if said else f"ncu ended with {status} and wrote no table")[:500]
+    # The first line alone is often the least telling one.
+    told = "; ".join(list(dict.fromkeys(said))[:3])
+    return (told or f"ncu ended with {status} and wrote no table")[:500]
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str]:

@@ -96,6 +96,7 @@ class AcceleratorSource:
     )
 
     _COUNT_EVERY = 25
+    _WHOLE_EVERY = 5
 
     def __init__(self, device: Accelerator) -> None:
         """Read an opened device."""
@@ -106,14 +107,16 @@ class AcceleratorSource:
     def read(self) -> Sequence[Value]:
         """Return the sample's fields; throttle reasons joined by a space.
 
-        The energy counter is null but once a second: reading it costs milliseconds.
+        The energy counter is null but once a second: reading it costs milliseconds. What no rule
+        needs (the memory's clock, temperature and use, utilization) is null but at 5 Hz: with it
+        every reading took 0.9 ms on an H200's host, 2.3 % of a thread at 25 Hz.
         """
         energy = None
         if self._reads % self._COUNT_EVERY == 0:
             self._others = self.device.other_processes()
             energy = self.device.energy_mj()
+        sample = self.device.sample(whole=self._reads % self._WHOLE_EVERY == 0)
         self._reads += 1
-        sample = self.device.sample()
         throttle = None if sample.throttle is None else " ".join(sample.throttle)
         return (
             sample.sm_clock_mhz,

@@ -3,7 +3,8 @@
 One table: the medians of our clocks and of triton's do_bench, nvbench and torch's profiler (a CPU:
 torch.utils.benchmark) on the same calls, then what the harness itself costs: a worker's start, the
 oracle, and all else, of a job that runs identical code against itself. `--samples FILE` keeps that
-job's samples, from which `attnrepro doctor --aa FILE` reads this machine's false verdicts.
+job's samples, from which `attnrepro doctor --aa --samples FILE` reads this machine's false
+verdicts.
 """
 
 from __future__ import annotations

@@ -60,6 +60,10 @@ def judge(
         precision=workload.math.float32_matmul_precision,
     )
     for clock, series in sorted(measured.series.items()):
+        if series.usable and min(series.usable) <= 0:
+            reason = f"{clock}: a call took {min(series.usable)} ns: the clock cannot be believed"
+            measured.demand(Status.INVALID, reason)
+            continue
         amount = plausible.work_of_clock(clock, work)
         if amount is None or not series.usable:
             continue

@@ -201,6 +201,27 @@ def unchanging(workload: Workload, tensors: Tensors) -> dict[str, tuple[int, int
     return {name: fingerprint(tensor) for name, tensor in named.items() if tensor is not None}
 
 
+def appended(workload: Workload, tensors: Tensors) -> bool:
+    """Say whether a cache holds k_new and v_new, bit for bit, where they belong; True without."""
+    cache = workload.cache
+    if cache is None or not cache.append:
+        return True
+    for stored, new in ((tensors.k, tensors.k_new), (tensors.v, tensors.v_new)):
+        if new is None:
+            return False
+        for b in range(workload.batch):
+            keys = range(workload.seqlens_k[b] - cache.append, workload.seqlens_k[b])
+            bits = guards.as_integers(stored)
+            if cache.page_size is None:
+                found = bits[b, keys.start : keys.stop]
+            else:
+                pages, slots = views.page_slots(workload, b, keys)
+                found = bits[pages.to(stored.device), slots.to(stored.device)]
+            if not torch.equal(found, guards.as_integers(new[b])):
+                return False
+    return True
+
+
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     """Sum a tensor's bits, twice, with the place as an odd weight, modulo 2^64.
 

@@ -1,9 +1,9 @@
-"""Level probes: which scale, softcap, ALiBi slopes and descales a call really used.
+"""Level probes: which scale, softcap and descales a call really used; slopes are in `alibiprobe`.
 
 Softmax is blind to a shift of all logits, so a level shows as the difference of two. Keys of even
 index get one logit and odd ones another, V tells the two kinds apart, and the logarithm of their
 ratio is the effective difference. Each parameter is assigned to the nearest declared hypothesis;
-where two are about as near, the verdict is inconclusive.
+where two are about as near, or none differs by more than roundings, the verdict is inconclusive.
 """
 
 from __future__ import annotations
@@ -18,21 +18,27 @@ from attnrepro_runner import views
 from attnrepro_runner.blockrule import hex_float
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from attnrepro_runner.bench import ProbeBench
     from attnrepro_runner.semantics import Workload
 
 _TARGET = 4.0
 """Logit difference that a probe aims at: e^-4 is exact enough in every dtype."""
+_BENT = 0.7
+"""Share of a low cap that a descale of 1 brings a logit to."""
+_E4M3_ROUNDING = 2.0**-4
 _NEAR_MISS = 1.01
-_TOLD = 4.0
-"""Roundings of an output that two hypotheses must lie apart for a near miss to be told."""
-_DECIDED = 0.5
+_LOW_CAP = 3.0
+"""Up to here a cap is probed by logits of twice itself and their negatives: e^-6 at most, and 4
+where there is none against 1.93, 3.05 and 1.00 for the cap, its double and its half."""
+TOLD = 4.0
+"""Roundings that two hypotheses must lie apart to be told."""
+DECIDED = 0.5
 """The chosen hypothesis must be this much nearer than the next."""
-_FARTHEST = 0.2
+FARTHEST = 0.2
 """A relative distance beyond which no hypothesis is accepted."""
-_VISIBLE = 6.0
+NOTHING_TOLD = ": no other value can be told from it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,41 +66,51 @@ class Level:
         }
 
 
-def classify(name: str, declared: str, effective: float, hypotheses: Mapping[str, float]) -> Level:
+def classify(
+    name: str,
+    declared: str,
+    effective: float,
+    hypotheses: Mapping[str, float],
+    *,
+    rounding: float = 0.0,
+) -> Level:
     """Assign a measured number to the nearest hypothesis, by relative distance.
 
     Args:
         name: of the parameter.
         declared: key of the hypothesis that the manifest means.
         effective: what was measured.
-        hypotheses: label to the number it predicts; those equal to the declared one are dropped.
+        hypotheses: label to the number it predicts. Those that cannot be told from the declared one
+            are dropped; where none is left of several, nothing is decided.
+        rounding: by how much an honest measurement may be off.
 
     """
     meant = hypotheses[declared]
     distances = {
         label: abs(effective - value) / max(abs(value), abs(meant) * 0.1, 1e-30)
         for label, value in hypotheses.items()
-        if label == declared or abs(value - meant) > 1e-6 * abs(meant)
+        if label == declared or abs(value - meant) > max(1e-6 * abs(meant), TOLD * rounding)
     }
     ranked = sorted(distances, key=lambda label: distances[label])
     chosen = ranked[0]
     nearest = distances[chosen]
-    next_one = distances[ranked[1]] if len(ranked) > 1 else _FARTHEST
+    next_one = distances[ranked[1]] if len(ranked) > 1 else FARTHEST
     margin = next_one - nearest
+    untold = len(hypotheses) > len(ranked) == 1
     found: str | None = None
     if math.isnan(effective):
         verdict, margin = "inconclusive", 0.0
-    elif math.isinf(effective) or nearest > _FARTHEST:
+    elif math.isinf(effective) or (nearest > FARTHEST and abs(effective - meant) > TOLD * rounding):
         # Far from everything: certainly not what was declared.
         verdict, margin = "other", 0.0
-    elif nearest > _DECIDED * next_one:
-        verdict = "inconclusive"
+    elif untold or nearest > DECIDED * next_one:
+        verdict, margin = "inconclusive", 0.0 if untold else margin
     else:
         found = chosen
         verdict = "match" if chosen == declared else "other"
     return Level(
         name=name,
-        declared=f"{declared} = {meant:.6g}",
+        declared=f"{declared} = {meant:.6g}{NOTHING_TOLD if untold else ''}",
         chosen=found,
         effective=effective,
         margin=margin,
@@ -109,11 +125,11 @@ def probe_scale(bench: ProbeBench) -> Level:
     cap = workload.softcap
     # Far above its cap a logit says nothing of its scale.
     root = _amplitude(workload, min(_TARGET, cap or _TARGET) / scale)
-    difference = effective_difference(bench, root, root, 0.0)
+    difference = effective_difference(bench, (root,), (root,), (0.0,))
     product = root * root
 
     def seen(factor: float) -> float:
-        return _capped(workload, factor * product)
+        return capped(workload, factor * product)
 
     head_dim = workload.head_dim
     padded = 1 << (head_dim - 1).bit_length()
@@ -128,40 +144,49 @@ def probe_scale(bench: ProbeBench) -> Level:
         "scale * 2": seen(scale * 2),
         "1/sqrt(head_dim_v)": seen(workload.head_dim_v**-0.5),
         "1/sqrt(padded head_dim)": seen(padded**-0.5),
-    }
-    rounding = torch.finfo(views.DTYPES[workload.dtype_out]).eps
-    if workload.fp8 is None and seen(scale * _NEAR_MISS) - seen(scale) > _TOLD * rounding:
         # e4m3 weights cannot tell one per cent, nor can bfloat16 outputs below a low cap.
-        hypotheses["scale * 1.01"] = seen(scale * _NEAR_MISS)
-        hypotheses["scale / 1.01"] = seen(scale / _NEAR_MISS)
-    return classify("scale", "scale", difference, hypotheses)
+        "scale * 1.01": seen(scale * _NEAR_MISS),
+        "scale / 1.01": seen(scale / _NEAR_MISS),
+    }
+    return classify("scale", "scale", difference, hypotheses, rounding=_rounding(workload))
 
 
 def probe_softcap(bench: ProbeBench) -> Level:
-    """Classify c of c tanh(s / c), by two logits near c."""
+    """Classify c of c tanh(s / c), by two logits near c, or for a low one beyond it on both sides.
+
+    A second channel holds the difference of the two, which a rounding of the greater would hide: at
+    c = 100 those of e4m3 are 8 apart, at 10^5 those of bfloat16 512.
+    """
     workload = bench.workload
     cap = workload.softcap
     assert cap is not None
     scale = workload.scale_value
-    upper = cap
-    lower = cap * math.atanh(max(0.0, math.tanh(1.0) - _TARGET / cap))
-    q = _amplitude(workload, upper / scale)
-    high, low = (_rounded(workload, s / scale / q) for s in (upper, lower))
-    difference = effective_difference(bench, q, high, low)
-    raw = [scale * q * x for x in (high, low)]
+    low = cap <= _LOW_CAP
+    root = _amplitude(workload, (2 * cap if low else cap) / scale)
+    upper = scale * root * root
+    bent = max(0.0, math.tanh(upper / cap) - _TARGET / cap)
+    apart = 2 * upper if low else upper - cap * math.atanh(bent)
+    if workload.head_dim > 1 and not low:
+        fine = _amplitude(workload, apart / scale)
+        difference = effective_difference(bench, (root, fine), (root, 0.0), (root, -fine))
+        lower = upper - scale * fine * fine
+    else:
+        lowered = rounded(workload, (upper - apart) / scale / root)
+        difference = effective_difference(bench, (root,), (root,), (lowered,))
+        lower = scale * root * lowered
 
     def seen(c: float) -> float:
-        return c * (math.tanh(raw[0] / c) - math.tanh(raw[1] / c))
+        return c * (math.tanh(upper / c) - math.tanh(lower / c))
 
     hypotheses = {
         "softcap": seen(cap),
-        "off": raw[0] - raw[1],
+        "off": upper - lower,
         "softcap / 2": seen(cap / 2),
         "softcap * 2": seen(cap * 2),
         "cap before scale": seen(cap * scale),
         "softcap / scale": seen(cap / scale),
     }
-    return classify("softcap", "softcap", difference, hypotheses)
+    return classify("softcap", "softcap", difference, hypotheses, rounding=_rounding(workload))
 
 
 def probe_descales(bench: ProbeBench) -> list[Level]:
@@ -169,29 +194,41 @@ def probe_descales(bench: ProbeBench) -> list[Level]:
     workload = bench.workload
     numbers = torch.arange(workload.batch * workload.heads_kv, device=bench.device)
     distinct = torch.pow(2.0, (numbers % 3) - 1.0).view(workload.batch, workload.heads_kv)
+    factors = distinct.cpu().double()
+    hypotheses = {
+        "declared": factors,
+        "ignored": torch.ones_like(factors),
+        "first head's": factors[0, 0].expand_as(factors),
+        "inverted": 1 / factors,
+    }
     levels = []
     for name in views_of_descales():
         tensor: torch.Tensor | None = getattr(bench.tensors, name)
         if tensor is None:
             continue
         tensor.copy_(distinct)
-        measured = _descale_factors(bench, name)
+        measured, seen, rounding = _descaled(bench, name)
+        read = _is_read(workload, two_keys=name != "v_descale")
         tensor.fill_(1.0)
+        meant = seen(factors)
         error = {
-            "declared": (measured / distinct.cpu().double()).log().abs().max(),
-            "ignored": measured.log().abs().max(),
-            "first head's": (measured / distinct[0, 0].item()).log().abs().max(),
-            "inverted": (measured * distinct.cpu().double()).log().abs().max(),
+            label: float((measured - seen(values))[read].abs().max())
+            for label, values in hypotheses.items()
+            # One KV head is the first one: what predicts the same is no alternative.
+            if label == "declared"
+            or float((seen(values) - meant)[read].abs().max()) > TOLD * rounding
         }
-        ranked = sorted(error, key=lambda label: float(error[label]))
-        nearest, following = float(error[ranked[0]]), float(error[ranked[1]])
-        decided = nearest < _DECIDED * following and nearest < _FARTHEST
+        ranked = sorted(error, key=lambda label: error[label])
+        nearest = error[ranked[0]]
+        following = error[ranked[1]] if len(ranked) > 1 else 0.0
+        decided = nearest < DECIDED * following and nearest < FARTHEST * float(meant.max())
         levels.append(
             Level(
                 name=name,
-                declared="declared = 0.5, 1, 2 by KV head",
+                declared="declared = 0.5, 1, 2 by KV head"
+                + ("" if len(ranked) > 1 else NOTHING_TOLD),
                 chosen=ranked[0] if decided else None,
-                effective=float((measured / distinct.cpu().double()).mean()),
+                effective=float((measured / meant)[read].mean()),
                 margin=following - nearest,
                 verdict="inconclusive"
                 if not decided
@@ -208,65 +245,15 @@ def views_of_descales() -> tuple[str, str, str]:
     return "q_descale", "k_descale", "v_descale"
 
 
-def probe_alibi(bench: ProbeBench) -> Level:
-    """Classify the ALiBi slopes and the diagonal they are measured from.
-
-    `effective` is the factor on the declared slopes.
-    """
-    workload = bench.workload
-    slopes = workload.alibi_slopes()
-    assert slopes is not None
-    ones = torch.ones_like(bench.source_ids())
-    zero_q, zero_k = torch.zeros_like(bench.packed["q"]), torch.zeros_like(bench.packed["k"])
-    weights, _ = bench.weights(ones, q=zero_q, k=zero_k)
-    shifted = (*slopes[1:], slopes[0])
-    candidates = {
-        "slopes": (slopes, None),
-        "off": ((0.0,) * len(slopes), None),
-        "negated": (tuple(-s for s in slopes), None),
-        "next head's": (shifted, None),
-        "slopes * log2(e)": (tuple(s / math.log(2) for s in slopes), None),
-        "slopes * scale": (tuple(s * workload.scale_value for s in slopes), None),
-        "top_left diagonal": (slopes, "top_left"),
-    }
-    errors = dict.fromkeys(candidates, 0.0)
-    fit = energy = 0.0
-    for (b, h), found in weights.items():
-        if not found.numel():
-            continue
-        declared, logs, visible = _alibi_rows(workload, found, b, slopes[h])
-        fit += float((logs * declared)[visible].sum())
-        energy += float(declared.square()[visible].sum())
-        for label, (values, alignment) in candidates.items():
-            predicted = -values[h] * _distances(workload, b, alignment)
-            # Only differences show: shift both to the key that is nearest by declaration.
-            predicted = predicted - predicted.gather(-1, declared.argmax(-1, keepdim=True))
-            errors[label] += float((logs - predicted).abs()[visible].sum())
-    meant = errors["slopes"]
-    # Candidates that predict the same (one head; equal lengths) are no alternatives.
-    ranked = sorted(
-        (label for label in errors if label == "slopes" or abs(errors[label] - meant) > 1e-9),
-        key=lambda label: errors[label],
-    )
-    nearest, following = errors[ranked[0]], errors[ranked[1]] if len(ranked) > 1 else math.inf
-    decided = math.isfinite(nearest) and nearest < _DECIDED * following
-    return Level(
-        name="alibi",
-        declared=f"slopes = {slopes[0]:.6g}, …",
-        chosen=ranked[0] if decided else None,
-        effective=fit / energy if energy else math.inf,
-        margin=1 - nearest / following if following else 0.0,
-        verdict="inconclusive" if not decided else "match" if ranked[0] == "slopes" else "other",
-    )
-
-
-def effective_difference(bench: ProbeBench, q: float, even: float, odd: float) -> float:
+def effective_difference(
+    bench: ProbeBench, q: Sequence[float], even: Sequence[float], odd: Sequence[float]
+) -> float:
     """Return the logit difference of even and odd keys: ln(o0 / o1) over all rows with both.
 
     Args:
         bench: the backend's.
-        q: entry of every query's first channel.
-        even: entry of even keys' first channel.
+        q: entries of every query's first channels.
+        even: entries of even keys' first channels.
         odd: of odd keys.
 
     """
@@ -275,21 +262,17 @@ def effective_difference(bench: ProbeBench, q: float, even: float, odd: float) -
 
 
 def _differences(
-    bench: ProbeBench, q: float, even: float, odd: float
+    bench: ProbeBench, q: Sequence[float], even: Sequence[float], odd: Sequence[float]
 ) -> dict[tuple[int, int], torch.Tensor]:
     workload = bench.workload
     parity = bench.key_index() & 1
-    queries, keys, values = (
-        torch.zeros_like(bench.packed[name], dtype=torch.float32) for name in ("q", "k", "v")
+    queries, keys = (
+        torch.zeros_like(bench.packed[name], dtype=torch.float32) for name in ("q", "k")
     )
-    queries[:, :, 0] = q
-    keys[:, :, 0] = torch.where(parity == 0, even, odd)[:, None]
-    wide = workload.head_dim_v > 1
-    values[:, :, 0] = (parity == 0).float()[:, None]
-    if wide:
-        values[:, :, 1] = (parity == 1).float()[:, None]
-    outputs = bench.call(q=queries, k=keys, v=values)
-    out = outputs.out.to("cpu", torch.float64)
+    for channel, entries in enumerate(zip(q, even, odd, strict=True)):
+        queries[:, :, channel] = entries[0]
+        keys[:, :, channel] = torch.where(parity == 0, entries[1], entries[2])[:, None]
+    shares = _shares(bench, queries, keys)
     found = {}
     for b in range(workload.batch):
         ranges = [workload.key_range(b, i) for i in range(workload.seqlens_q[b])]
@@ -297,17 +280,38 @@ def _differences(
         odds = torch.tensor([max(0, hi // 2 - lo // 2) for lo, hi in ranges]).double()
         both = (evens > 0) & (odds > 0)
         for h in range(workload.heads_q):
-            rows = views.query_rows(out, workload, b, h)
-            other = rows[:, 1] if wide else 1 - rows[:, 0]
-            ratio = (rows[:, 0] / evens) / (other / odds)
+            rows = views.query_rows(shares, workload, b, h)
+            ratio = (rows[:, 0] / evens) / (rows[:, 1] / odds)
             found[b, h] = ratio[both].log()
     return found
 
 
-def _descale_factors(bench: ProbeBench, name: str) -> torch.Tensor:
-    """Return what a descale did, (batch, heads_kv): to the logits, or for v to the output."""
+def _shares(bench: ProbeBench, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the output's weight of even keys and of odd ones, as its first two channels.
+
+    Values of one channel take a call for each: 1 - 0.982 would be 0.018 to 0.002 in bfloat16.
+    """
+    parity = bench.key_index() & 1
+    parts = []
+    for channels in ((0, 1),) if bench.workload.head_dim_v > 1 else ((0,), (1,)):
+        values = torch.zeros_like(bench.packed["v"], dtype=torch.float32)
+        for channel, kind in enumerate(channels):
+            values[:, :, channel] = (parity == kind).float()[:, None]
+        parts.append(bench.call(q=q, k=k, v=values).out.to("cpu", torch.float64, copy=True))
+    return torch.cat(parts, dim=-1)
+
+
+def _descaled(
+    bench: ProbeBench, name: str
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], float]:
+    """Measure what a descale did.
+
+    Returns:
+        Outputs (v) or logit differences, (batch, heads_kv); what factors of such a shape predict;
+        and by how much an honest measurement may be off.
+
+    """
     workload = bench.workload
-    factors = torch.zeros((workload.batch, workload.heads_kv), dtype=torch.float64)
     if name == "v_descale":
         zero = torch.zeros_like(bench.packed["q"], dtype=torch.float32)
         values = torch.ones_like(bench.packed["v"], dtype=torch.float32)
@@ -319,55 +323,60 @@ def _descale_factors(bench: ProbeBench, name: str) -> torch.Tensor:
             for b in range(workload.batch)
             for h in range(workload.heads_q)
         }
-        unit = 1.0
-    else:
-        root = _amplitude(workload, _TARGET / 2 / workload.scale_value)
-        found = _differences(bench, root, root, 0.0)
-        unit = workload.scale_value * root * root
+        return _by_kv_head(workload, found), lambda factors: factors, _rounding(workload)
+    # Logits on both sides of zero, so that a low cap leaves them apart: under 1 by 0.67, 1.2, 1.8.
+    aim = min(_TARGET / 4, (workload.softcap or math.inf) * _BENT)
+    root = _amplitude(workload, aim / workload.scale_value)
+    measured = _by_kv_head(workload, _differences(bench, (root,), (root,), (-root,)))
+    logit = workload.scale_value * root * root
+
+    def seen(factors: torch.Tensor) -> torch.Tensor:
+        cap = workload.softcap
+        logits = factors * logit
+        return 2 * (logits if cap is None else cap * torch.tanh(logits / cap))
+
+    return measured, seen, _rounding(workload)
+
+
+def _by_kv_head(workload: Workload, found: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    """Average readings of (sequence, query head) over rows and the heads of a group."""
+    means = torch.zeros((workload.batch, workload.heads_kv), dtype=torch.float64)
     for b in range(workload.batch):
         for g in range(workload.heads_kv):
             heads = [h for h in range(workload.heads_q) if workload.kv_head(h) == g]
-            readings = torch.cat([found[b, h].reshape(-1) for h in heads])
-            factors[b, g] = readings.mean() / unit
-    if workload.softcap is not None and name != "v_descale":
-        # tanh undone; the logits are small against any useful cap.
-        cap = workload.softcap
-        factors = cap * torch.atanh((factors * unit / cap).clamp(-0.999, 0.999)) / unit
-    return factors
+            means[b, g] = torch.cat([found[b, h].reshape(-1) for h in heads]).mean()
+    return means
 
 
-def _alibi_rows(
-    workload: Workload, found: torch.Tensor, b: int, slope: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return declared and observed log weights against the nearest key, and which are visible."""
-    attended = torch.zeros_like(found, dtype=torch.bool)
-    for i in range(workload.seqlens_q[b]):
-        lo, hi = workload.key_range(b, i)
-        attended[i, lo:hi] = True
-    bias = (-slope * _distances(workload, b, None)).masked_fill(~attended, -torch.inf)
-    top = bias.argmax(-1, keepdim=True)
-    declared = bias - bias.gather(-1, top)
-    logs = found.log() - found.log().gather(-1, top)
-    visible = attended & (declared > -_VISIBLE) & (declared < 0)
-    return declared, logs.nan_to_num(0.0, 0.0, -2 * _VISIBLE), visible
+def _is_read(workload: Workload, *, two_keys: bool) -> torch.Tensor:
+    """Say of which (sequence, KV head) there are readings: rows of one key or of two."""
+    wanted = 2 if two_keys else 1
+    ranges = (
+        [workload.key_range(b, i) for i in range(workload.seqlens_q[b])]
+        for b in range(workload.batch)
+    )
+    some = torch.tensor([any(hi - lo >= wanted for lo, hi in rows) for rows in ranges])
+    return some[:, None].expand(-1, workload.heads_kv)
 
 
-def _distances(workload: Workload, b: int, alignment: str | None) -> torch.Tensor:
-    offset = workload.offset(b, alignment or "bottom_right")
-    i = torch.arange(workload.seqlens_q[b])[:, None] + offset
-    return (i - torch.arange(workload.seqlens_k[b])[None, :]).abs().double()
+def _rounding(workload: Workload) -> float:
+    """Return by how much roundings may move a logit difference: of two outputs, and of e4m3 P."""
+    out = torch.finfo(views.DTYPES[workload.dtype_out]).eps
+    return out if workload.fp8 is None else out + _E4M3_ROUNDING
 
 
-def _capped(workload: Workload, logit: float) -> float:
+def capped(workload: Workload, logit: float) -> float:
+    """Return a logit as the softcap leaves it."""
     cap = workload.softcap
     return logit if cap is None else cap * math.tanh(logit / cap)
 
 
 def _amplitude(workload: Workload, product: float) -> float:
     """Entry of q and k whose square is about `product`, exact in the dtype."""
-    return _rounded(workload, math.sqrt(product))
+    return rounded(workload, math.sqrt(product))
 
 
-def _rounded(workload: Workload, value: float) -> float:
+def rounded(workload: Workload, value: float) -> float:
+    """Return the nearest value of the inputs' dtype."""
     dtype = views.DTYPES[workload.dtype]
     return float(torch.tensor(value, dtype=torch.float32).to(dtype).to(torch.float32))

@@ -42,9 +42,9 @@ for a larger share of the call than that."""
 CALLS_TRACED: Final = 5
 """The one with the least kernel time counts."""
 
-PAIRS_CHECKED: Final = 64
-"""Of the oracle before and after timing, other pairs each time; the check's own oracle sees all it
-can afford."""
+PAIRS_CHECKED: Final = (64, 1)
+"""Of the oracle before and after timing, other pairs each time: of the first set of inputs, and of
+each other one. The check's own oracle sees all it can afford."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class MeasuredCell:
         report.at("preparation")
         self._prepared = self._prepare(report)
         report.at("oracle_before")
-        if not self._judge(report, "oracle_before", self._stream):
+        if not self._judge_all(report, "oracle_before", self._stream):
             return {}
         report.at("execution")
         self._check_execution(report)
@@ -170,42 +170,72 @@ class MeasuredCell:
             if isinstance(clock, clocks.OpClock) and self._taken.get(name):
                 self._check_span(report, name, clock)
         report.at("oracle_after")
+        self._judge_backwards(report)
         stream = self._stream + STREAMS_A_LAUNCH // 2
-        fresh = inputs.make_inputs(
-            self._cell.workload, self._cell.inputs, stream=stream, device=self._subject.device
-        )
-        stages.copy_into(self._tensors[0], fresh)
-        if appends_apart(self._cell.workload):
-            self._prepared[0].append_step()
-        self._judge(report, "oracle_after", stream)
+        for n, (tensors, prepared) in enumerate(zip(self._tensors, self._prepared, strict=True)):
+            fresh = inputs.make_inputs(
+                self._cell.workload,
+                self._cell.inputs,
+                stream=stream + n,
+                device=self._subject.device,
+            )
+            stages.copy_into(tensors, fresh)
+            if appends_apart(self._cell.workload):
+                prepared.append_step()
+        self._judge_all(report, "oracle_after", stream)
 
-    def _judge(self, report: Report, part: str, stream: int) -> bool:
+    def _judge_all(self, report: Report, part: str, stream: int) -> bool:
+        """Judge every binding that is timed; the first one's verdict is kept as a part."""
+        workload, subject = self._cell.workload, self._subject
+        for n, (tensors, prepared) in enumerate(zip(self._tensors, self._prepared, strict=True)):
+            judge = self._oracle(tensors, stream + n, PAIRS_CHECKED[n > 0])
+            called = stages.first_again(subject, workload, tensors, prepared)
+            outputs = subject.poisoned_step(workload, called)
+            found = judge.check(outputs, empty_row_lse=subject.empty_row_lse)
+            if n == 0:
+                report.judge(part, found)
+            elif not found.ok:
+                report.demand(Status(found.status()), f"inputs {stream + n}: {found.reason()}")
+            if part == "oracle_before":  # later, the forward that is kept is of other inputs
+                stages.judge_backward(subject, workload, tensors, prepared, outputs, judge, report)
+            if report.status in STOPS_MEASURING:
+                return False
+        return True
+
+    def _judge_backwards(self, report: Report) -> None:
+        """Judge each binding's backward as it was timed, of the forward that is kept."""
+        workload = self._cell.workload
+        if not workload.has_backward or workload.dropout is not None:
+            return  # nobody knows any more which mask the kept forward drew
+        for n, (tensors, prepared) in enumerate(zip(self._tensors, self._prepared, strict=True)):
+            judge = self._oracle(tensors, self._stream + n, PAIRS_CHECKED[1])
+            stages.judge_backward(self._subject, workload, tensors, prepared, None, judge, report)
+
+    def _oracle(self, tensors: Tensors, stream: int, most: int) -> oracle.Oracle:
         workload, subject = self._cell.workload, self._subject
         kind = subject.device.type
         chosen = stages.selection(
-            workload, kind, scores=SCORES_CHECKED[kind], most=PAIRS_CHECKED, seed=stream
+            workload, kind, scores=SCORES_CHECKED[kind], most=most, seed=stream
         )
-        judge = oracle.Oracle(
+        return oracle.Oracle(
             workload,
             self._shared["accuracy"],
-            self._tensors[0],
+            tensors,
             chosen,
             keep=stages.kept_weights(subject, workload, chosen),
             seed=stages.seed_text(self._cell, stream),
         )
-        called = stages.first_again(subject, workload, self._tensors[0], self._prepared[0])
-        outputs = subject.poisoned_step(workload, called)
-        return report.judge(part, judge.check(outputs, empty_row_lse=subject.empty_row_lse))
 
     def _check_execution(self, report: Report) -> None:
-        """See again, in the process that is timed, which code runs."""
+        """See again, in the process that is timed, which code each binding runs."""
         pattern = self._subject.patterns(self._cell.workload)
-        step = self._prepared[0].step
-        execution = kernels.judge(
-            kernels.profile(step, on_device=self._device is not None), pattern
-        )
-        if not execution.ok:
-            report.demand(Status.FALLBACK, execution.reason)
+        for prepared in self._prepared:
+            execution = kernels.judge(
+                kernels.profile(prepared.step, on_device=self._device is not None), pattern
+            )
+            if not execution.ok:
+                report.demand(Status.FALLBACK, execution.reason)
+                return
 
     def _check_span(self, report: Report, name: str, clock: clocks.OpClock) -> None:
         """Hold an op clock, which sees one stream, against all kernels of the call."""

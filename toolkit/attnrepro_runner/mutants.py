@@ -265,7 +265,10 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table; exit status 1 where a mutant survives or a control dies."""
+    """Print the table.
+
+    Exit status 1 where a mutant survives or a control dies, 2 for lengths that cannot be judged.
+    """
     parser = argparse.ArgumentParser(prog="attnrepro_runner mutants", description=__doc__)
     parser.add_argument(
         "--lengths",
@@ -273,9 +276,14 @@ def main(arguments: list[str]) -> int:
         help="numbers of keys, separated by commas (default: %(default)s)",
     )
     chosen = parser.parse_args(arguments)
+    try:
+        lengths = _lengths(chosen.lengths)
+    except ValueError as error:
+        sys.stderr.write(f"{parser.prog}: --lengths: {error}\n")
+        return 2
     verdicts = []
     before = time.monotonic()
-    for verdict in run([int(n) for n in chosen.lengths.split(",")]):
+    for verdict in run(lengths):
         now = time.monotonic()
         sys.stderr.write(
             f"{verdict.length} {verdict.case.name}: {verdict.text()} ({now - before:.1f} s)\n"
@@ -284,6 +292,18 @@ def main(arguments: list[str]) -> int:
         before = now
     sys.stdout.write(table(verdicts))
     return 0 if all(verdict.as_expected for verdict in verdicts) else 1
+
+
+def _lengths(text: str) -> list[int]:
+    """Read lengths. Raises ValueError for what is no number, and where mutants are not wrong."""
+    lengths = []
+    for word in text.split(","):
+        number = word.strip()
+        if not (number.isascii() and number.isdigit()) or int(number) < mutantbackends.LONG:
+            message = f"found {number!r}; allowed: numbers of keys from {mutantbackends.LONG}"
+            raise ValueError(message)
+        lengths.append(int(number))
+    return lengths
 
 
 def _mutant(backend: str, prepare: Prepare) -> Backend:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 from attnrepro_runner.accelerator import (
@@ -49,7 +50,7 @@ class _Nvml(Protocol):
 _SM, _MEM = 1, 2
 _TEMPERATURE_GPU = 0
 _FIELD_MEMORY_TEMPERATURE = 82
-_GONE = ("GPU is lost", "Uninitialized")
+_GONE = ("GPU is lost", "Uninitialized", "GPU requires restart")
 
 
 class NvmlDevice:
@@ -140,8 +141,8 @@ class NvmlDevice:
             absent=dict(read.absent),
         )
 
-    def sample(self) -> AcceleratorSample:
-        """Read its state now."""
+    def sample(self, *, whole: bool = True) -> AcceleratorSample:
+        """Read its state now; see `Accelerator.sample`."""
         read = self._reader()
         now = time.monotonic_ns()
         clock = read.integer("sm_clock", self._get("nvmlDeviceGetClockInfo", _SM))
@@ -149,20 +150,25 @@ class NvmlDevice:
         if gone is not None:
             raise AcceleratorUnavailable(gone)
         bits = read.integer("throttle", self._event_reasons)
-        usage = read("utilization", self._get("nvmlDeviceGetUtilizationRates"))
-        return AcceleratorSample(
+        found = AcceleratorSample(
             time_ns=now,
             sm_clock_mhz=clock,
-            memory_clock_mhz=read.integer("mem_clock", self._get("nvmlDeviceGetClockInfo", _MEM)),
             power_mw=read.integer("power", self._get("nvmlDeviceGetPowerUsage")),
             temperature_c=read.integer(
                 "temperature", self._get("nvmlDeviceGetTemperature", _TEMPERATURE_GPU)
             ),
+            throttle=None if bits is None else throttle_names(bits),
+            throttle_raw=bits,
+        )
+        if not whole:
+            return found
+        usage = read("utilization", self._get("nvmlDeviceGetUtilizationRates"))
+        return replace(
+            found,
+            memory_clock_mhz=read.integer("mem_clock", self._get("nvmlDeviceGetClockInfo", _MEM)),
             memory_temperature_c=read.integer("memory_temperature", self._memory_temperature),
             utilization_percent=cast("int | None", getattr(usage, "gpu", None)),
             memory_used_bytes=self._memory(read, "used"),
-            throttle=None if bits is None else throttle_names(bits),
-            throttle_raw=bits,
         )
 
     def energy_mj(self) -> int | None:

@@ -67,11 +67,14 @@ class OracleReport:
     duration_ns: int
     seed: str
     coverage: str
+    appended: bool = True
+    """Whether the cache holds the new keys and values after the call."""
 
     @property
     def ok(self) -> bool:
         """Whether every tensor is within the rule and nothing else was touched."""
-        return self.guards_intact and all(tally.ok for tally in self.tensors.values())
+        whole = self.guards_intact and self.appended
+        return whole and all(tally.ok for tally in self.tensors.values())
 
     def status(self) -> str:
         """PASS or INCORRECT."""
@@ -82,6 +85,8 @@ class OracleReport:
         notes = [t.describe(name) for name, t in self.tensors.items() if not t.ok]
         if not self.guards_intact:
             notes.append("the call changed its inputs or the memory round them")
+        if not self.appended:
+            notes.append("the cache does not hold the new keys and values after the call")
         return "; ".join(notes) or None
 
     def to_json(self) -> dict[str, object]:
@@ -182,6 +187,7 @@ class Oracle:
             duration_ns=time.perf_counter_ns() - start,
             seed=self.seed,
             coverage=self._coverage(),
+            appended=inputs.appended(self.workload, self.tensors),
         )
 
     def _tallies(self, outputs: Outputs) -> dict[str, Tally]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnrepro_runner import levels, setprobes
+from attnrepro_runner.alibiprobe import probe_alibi
 from attnrepro_runner.backends.base import empty_row_lse
 from attnrepro_runner.bench import ProbeBench
 from attnrepro_runner.dropout import DropoutProbe, probe_dropout
@@ -37,14 +38,16 @@ class ProbeReport:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def status(self) -> str:
-        """PASS, INCORRECT, or INCONCLUSIVE where a level's margin is too small."""
+        """PASS, INCORRECT, or INCONCLUSIVE where a level's margin or dropout is too small."""
         if (
             not all(probe.equal for probe in self.sets.values())
             or any(level.verdict == "other" for level in self.levels)
             or (self.dropout is not None and not self.dropout.ok)
         ):
             return "INCORRECT"
-        if any(level.verdict == "inconclusive" for level in self.levels):
+        if any(level.verdict == "inconclusive" for level in self.levels) or (
+            self.dropout is not None and self.dropout.undecided
+        ):
             return "INCONCLUSIVE"
         return "PASS"
 
@@ -61,9 +64,13 @@ class ProbeReport:
             for level in self.levels
             if level.verdict != "match"
         ]
-        if self.dropout is not None and not self.dropout.ok:
-            broken = [k for k, v in self.dropout.to_json().items() if v is False]
-            notes.append(f"dropout: {', '.join(broken)}")
+        if self.dropout is not None and self.dropout.broken:
+            notes.append(f"dropout: {', '.join(self.dropout.broken)}")
+        if self.dropout is not None and self.dropout.undecided:
+            notes.append(
+                f"dropout: {self.dropout.weights} weights are too few at this p to decide "
+                f"{', '.join(self.dropout.undecided)}"
+            )
         return "; ".join(notes) or None
 
     def to_json(self) -> dict[str, object]:
@@ -97,9 +104,10 @@ def run_probes(
     device = torch.device(device)
     small = small_workload(workload, dropout=True)
     repeats = 1
-    if small.dropout is not None:
-        weights = sum(small.seqlens_q) * max(small.seqlens_k) * small.heads_q
-        repeats = math.ceil(math.log(_UNSEEN / weights) / math.log(small.dropout.p))
+    weights = sum(small.seqlens_q) * max(small.seqlens_k) * small.heads_q
+    dropped = small.dropout if weights else None  # sequences may all be empty
+    if dropped is not None:
+        repeats = math.ceil(math.log(_UNSEEN / weights) / math.log(dropped.p))
     bench = ProbeBench(backend, options, small, device)
     values, outputs = setprobes.probe_values(bench, repeats)
     sets = {"v": values}
@@ -120,11 +128,11 @@ def run_probes(
             found += levels.probe_descales(plain)
         if small.alibi is not None:
             sloped = ProbeBench(backend, options, small_workload(workload, alibi=True), device)
-            found.append(levels.probe_alibi(sloped))
+            found.append(probe_alibi(sloped))
     return ProbeReport(
         sets=sets,
         levels=tuple(found),
-        dropout=None if small.dropout is None else probe_dropout(backend, options, small, device),
+        dropout=probe_dropout(backend, options, small, device) if dropped else None,
         shape=describe(small),
     )
 

@@ -8,6 +8,7 @@ windows. Lengths are no multiples of a tile, and cross one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from attnrepro_runner import fields
@@ -27,6 +28,10 @@ _GAP = 16
 _SEQUENCES = 3
 _TINY_SLOPE = 2.0**-20
 """ALiBi where it must not hide a key: 200 keys away it moves a weight by 2e-4."""
+_SEEN_BIAS = 0.125
+"""Bias that the probe of small slopes must reach: twice what roundings of bfloat16 could hide."""
+_LONGEST_SLOPED = 512
+"""As far as it may go for that: a pair's weights are 2 MiB there."""
 
 
 def small_workload(workload: Workload, *, alibi: bool = False, dropout: bool = False) -> Workload:
@@ -41,7 +46,8 @@ def small_workload(workload: Workload, *, alibi: bool = False, dropout: bool = F
     heads_kv = min(workload.heads_kv, _KV_HEADS)
     heads_q = heads_kv * (workload.heads_q // workload.heads_kv)
     chosen = _sequences(workload)
-    lengths = [_small_lengths(workload, b) for b in chosen]
+    longest = _sloped_length(workload, heads_q) if alibi else _LONGEST
+    lengths = [_small_lengths(workload, b, longest) for b in chosen]
     seqlens_k = tuple(pair[1] for pair in lengths)
     small = dataclasses.replace(
         workload,
@@ -53,7 +59,7 @@ def small_workload(workload: Workload, *, alibi: bool = False, dropout: bool = F
         heads_q=heads_q,
         heads_kv=heads_kv,
         strides=(None, None, None),
-        mask=_small_mask(workload),
+        mask=_small_mask(workload, max(_WINDOW, longest - _LONGEST)),
         alibi=_small_alibi(workload, heads_q, declared=alibi),
         dropout=workload.dropout if dropout else None,
         cache=_small_cache(workload, chosen, seqlens_k),
@@ -63,7 +69,18 @@ def small_workload(workload: Workload, *, alibi: bool = False, dropout: bool = F
         None if given is None else like_strides(workload.shape(name), given, small.shape(name))
         for name, given in zip(fields.TENSOR_NAMES, workload.strides, strict=True)
     )
-    return dataclasses.replace(small, strides=(q, k, v))
+    small = dataclasses.replace(small, strides=(q, k, v))
+    # A narrower window may leave a row without keys where the workload has no such row.
+    widest = max(_WINDOW, longest - _LONGEST)
+    while small.mask != workload.mask and _has_empty(small) and not _has_empty(workload):
+        widest *= 2
+        small = dataclasses.replace(small, mask=_small_mask(workload, widest))
+    return small
+
+
+def _has_empty(workload: Workload) -> bool:
+    rows = (len(workload.attending_rows(b)) for b in range(workload.batch))
+    return any(found < given for found, given in zip(rows, workload.seqlens_q, strict=True))
 
 
 def describe(workload: Workload) -> str:
@@ -122,8 +139,15 @@ def _sequences(workload: Workload) -> list[int]:
     return sorted(kept)
 
 
-def _small_lengths(workload: Workload, b: int) -> tuple[int, int]:
-    longest = _LONGEST
+def _sloped_length(workload: Workload, heads_q: int) -> int:
+    """Return the length at which a bias shows."""
+    steepest = max((workload.alibi_slopes() or ())[:heads_q], default=0.0)
+    if steepest * _LONGEST >= _SEEN_BIAS or steepest == 0:
+        return _LONGEST
+    return min(_LONGEST_SLOPED, math.ceil(_SEEN_BIAS / steepest))
+
+
+def _small_lengths(workload: Workload, b: int, longest: int) -> tuple[int, int]:
     if workload.cache is not None and workload.cache.page_size is not None:
         # Pages can be told apart where there are several.
         longest = max(longest, 2 * workload.cache.page_size + 17)
@@ -137,15 +161,15 @@ def _small_lengths(workload: Workload, b: int) -> tuple[int, int]:
         rows = min(seqlen_q, _SQUARE if seqlen_q >= _LONG_ROWS else _ROWS)
         return rows, rows + min(seqlen_k - seqlen_q, longest - rows)
     keys = min(seqlen_k, _ROWS)
-    return keys + min(seqlen_q - seqlen_k, _LONGEST - _ROWS), keys
+    return keys + min(seqlen_q - seqlen_k, longest - _ROWS), keys
 
 
-def _small_mask(workload: Workload) -> fields.Mask:
+def _small_mask(workload: Workload, widest: int) -> fields.Mask:
     window = workload.mask.window
     if window is None:
         return workload.mask
     left, right = (
-        None if side is None else min(side, _WINDOW) for side in (window.left, window.right)
+        None if side is None else min(side, widest) for side in (window.left, window.right)
     )
     return dataclasses.replace(
         workload.mask, window=dataclasses.replace(window, left=left, right=right)

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from attnrepro_runner.backends.base import Unsupported
+from attnrepro_runner.outofmemory import is_out_of_memory
 from attnrepro_runner.status import Status, clip, worst
-from attnrepro_runner.subject import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from attnrepro_runner import clocks, models, orderstats, requests
 from attnrepro_runner.backends import registry
 from attnrepro_runner.backends.base import Unsupported
 from attnrepro_runner.blockrule import hex_float
-from attnrepro_runner.subject import is_out_of_memory
+from attnrepro_runner.outofmemory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attnrepro_runner.backends.base import Outputs, Prepared, Tensors
-    from attnrepro_runner.oracle import Selection
+    from attnrepro_runner.oracle import Oracle, Selection
     from attnrepro_runner.report import Report
     from attnrepro_runner.semantics import Workload
     from attnrepro_runner.subject import Cell, Subject
@@ -94,6 +94,7 @@ def check(
     if named:
         outputs = dataclasses.replace(outputs, lse=lse)
     report.judge("oracle_before", judge.check(outputs, empty_row_lse=subject.empty_row_lse))
+    judge_backward(subject, workload, tensors, prepared, outputs, judge, report)
     if report.status in STOPS_MEASURING:
         return
     report.at("bits")
@@ -109,6 +110,32 @@ def check(
             batch_invariant=_batch_invariant(subject, cell),
         ),
     )
+
+
+def judge_backward(
+    subject: Subject,
+    workload: Workload,
+    tensors: Tensors,
+    prepared: Prepared,
+    outputs: Outputs | None,
+    judge: Oracle,
+    report: Report,
+) -> None:
+    """Hold the backward that is timed alone to the same oracle as the whole call.
+
+    The gradients of `outputs`, which have been judged, are overwritten first: a backward that hands
+    them out again has done nothing.
+    """
+    if not workload.has_backward:
+        return
+    for gradient in () if outputs is None else (outputs.dq, outputs.dk, outputs.dv):
+        if gradient is not None and all(gradient.stride()):  # one that is expanded has no places
+            gradient.detach().fill_(math.nan)
+    alone = first_again(subject, workload, tensors, prepared).backward_step()
+    subject.synchronize()
+    found = judge.check(alone, empty_row_lse=subject.empty_row_lse)
+    if not found.ok:
+        report.demand(Status(found.status()), f"the backward alone: {found.reason()}")
 
 
 def kept_weights(

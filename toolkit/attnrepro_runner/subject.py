@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
-_NO_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    # cuBLAS, cuDNN and the driver where another process holds the memory.
-    "_alloc_failed",
-    "error_out_of_memory",
-    "erroroutofmemory",
-    "errormemoryallocation",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -143,11 +131,3 @@ def appends_apart(workload: Workload) -> bool:
     """Say whether new keys are appended by a step of its own, before the timed call."""
     cache = workload.cache
     return cache is not None and cache.append > 0 and not cache.append_in_call
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an exception means that memory is not there."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error).lower()
-    return any(words in text for words in _NO_MEMORY)

@@ -66,8 +66,8 @@ class TorchTrace:
         """Mark one call on the host's timeline, which kineto aligns with the device's."""
         return record_function(_MARK)
 
-    def spans_ns(self) -> Sequence[tuple[int, int] | None]:
-        """Return begin and end of each call's kernels, by the window of its mark.
+    def spans_ns(self) -> Sequence[tuple[int, int, int] | None]:
+        """Return begin and end of each call's kernels and their number, by its mark's window.
 
         The device is idle at both ends of a window, so a kernel in it is the call's, whichever
         stream it ran on.
@@ -92,13 +92,14 @@ class TorchTrace:
 
 def spans(
     windows: Sequence[tuple[int, int]], kernels: Sequence[tuple[int, int]]
-) -> list[tuple[int, int] | None]:
-    """Return the span of the kernels that begin within each window; both lists are sorted."""
+) -> list[tuple[int, int, int] | None]:
+    """Return span and number of the kernels that begin in each window; both lists are sorted."""
     begins = [begin for begin, _ in kernels]
-    found: list[tuple[int, int] | None] = []
+    found: list[tuple[int, int, int] | None] = []
     for first, last in windows:
         inside = kernels[bisect_left(begins, first) : bisect_left(begins, last)]
-        found.append((inside[0][0], max(end for _, end in inside)) if inside else None)
+        last_end = max((end for _, end in inside), default=0)
+        found.append((inside[0][0], last_end, len(inside)) if inside else None)
     return found
 
 

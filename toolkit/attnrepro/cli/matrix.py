@@ -20,7 +20,11 @@ def matrix(
         bool, typer.Option("--all", help="Also releases that no shipped stack holds.")
     ] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Also what each release refuses, and notes.")
+        bool,
+        typer.Option(
+            "--details",
+            help="Also architectures, layouts, options, page sizes, what is refused, and notes.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:

@@ -128,5 +128,5 @@ def _name(
     host = subject["timing"].get("host", {}).get("median", {}).get("value_ns")
     if clock != "host" and host is not None and host >= LAUNCH * median:
         return "launch", f"the host needs {host / median:.1f}× the device's time"
-    why = "no counters" if counters is None else counters["evidence"]
+    why = "no counters" if counters is None else f"counters: {counters['evidence']}"
     return "undetermined", f"no ceiling is reached to {float(REACHED):.0%}; {why}"

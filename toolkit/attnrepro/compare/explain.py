@@ -109,9 +109,10 @@ def compare(first: Side, second: Side, *, confidence: str) -> Report:
     rows, others = _rows(first), _rows(second)
     _align(rows, others, first, second)
     cells = tuple(
-        _cell(key, rows[key], others[key], first, second, confidence)
+        _cell(key, rows[key], others[key], first, second, confidence, clock)
         for key in rows
         if key in others
+        for clock in _clocks(rows[key][1], others[key][1])
     )
     causes = list(_causes(first, second, rows, others))
     changed = [c for c in cells if c.comparison and c.comparison.verdict in _CHANGED]
@@ -182,11 +183,21 @@ def _by_work(rows: Mapping[Key, Row], side: Side) -> dict[tuple[str, str, bytes]
     return found
 
 
+def _clocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The attention's first clock that both have, then the request's; one name where none is.
+
+    A request holds more than the attention, so that neither time stands for the other.
+    """
+    both = {name: True for name in a["timing"] if name in b["timing"]}
+    headline = published.headline_clock(both)
+    found = [headline or published.headline_clock(a["timing"]) or ""]
+    return [*found, "request"] if "request" in both and headline != "request" else found
+
+
 def _cell(
-    key: Key, before: Row, after: Row, first: Side, second: Side, confidence: str
+    key: Key, before: Row, after: Row, first: Side, second: Side, confidence: str, clock: str
 ) -> CellVerdict:
     (id_a, a), (id_b, b) = before, after
-    clock = published.headline_clock(a["timing"]) or ""
     timings = [row["timing"].get(clock) for row in (a, b)]
     medians = tuple(t["median"]["value_ns"] if t else None for t in timings)
     comparison, reason = None, ""

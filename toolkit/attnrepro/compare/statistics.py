@@ -96,6 +96,16 @@ def compare(
             verdict=Verdict.INCONCLUSIVE,
             reason="no time was taken on one side",
         )
+    if min(*subject, *baseline) <= 0:
+        return Comparison(
+            ratio=None,
+            lower=None,
+            upper=None,
+            p_value=None,
+            launches=sizes,
+            verdict=Verdict.INCONCLUSIVE,
+            reason="a launch's median is no time: it is not above zero",
+        )
     ratio = Fraction(_median(baseline), _median(subject))
     if min(sizes) < LEAST_LAUNCHES:
         few = "one launch" if min(sizes) == 1 else f"{min(sizes)} launches"

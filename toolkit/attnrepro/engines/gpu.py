@@ -196,7 +196,8 @@ def _cdi(
             device_id=device.uuid or device.node,
             cdi_names=(f"{spec.kind}={name}",),
             library_path=spec.library_path,
-            facts={"cdi_spec": spec.path, "cdi_device": name},
+            # A UUID names one device of the world; an artifact has its keyed digest alone.
+            facts={"cdi_spec": spec.path, "cdi_device": "by UUID" if name == device.uuid else name},
         )
     return None
 

@@ -10,8 +10,8 @@ anything is launched; whether they are true is what probes and oracle test.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from attnrepro import jsonio, resources, schema
 from attnrepro.errors import InvalidDocument
@@ -19,7 +19,7 @@ from attnrepro.manifest import callfacts
 from attnrepro.schema_words import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from attnrepro.jsonio import JsonObject
@@ -30,8 +30,6 @@ KIND = "claims"
 FILE = "claims.json"
 _WRONG_DEVICE = 100
 """Weight of a wrong device among misses: such a claim's other misses say nothing."""
-
-
 _OTHER_CASE = 10
 """Weight of a dtype or width for which the backend has another claim."""
 
@@ -102,17 +100,39 @@ class Capability:
             adapter_decides=data is None and has_adapter,
         )
 
+    @cached_property
+    def by_backend(self) -> Mapping[str, tuple[JsonObject, ...]]:
+        """Claims by the backend that they are about, sorted by its name."""
+        found: dict[str, list[JsonObject]] = {}
+        for claim in self.claims:
+            found.setdefault(claim["backend"], []).append(claim)
+        return {name: tuple(found[name]) for name in sorted(found)}
+
+    @cached_property
+    def unseen(self) -> Mapping[str, frozenset[str]]:
+        """By backend: those facts of a call that none of its claims looks at."""
+        return {
+            backend: callfacts.RULES_ONLY.difference(
+                *(rule["when"] for c in claims for rule in (*c["ignores"], *c["refuses"]))
+            )
+            for backend, claims in self.by_backend.items()
+        }
+
+    @cached_property
+    def decisions(self) -> dict[tuple[object, ...], Decision]:
+        """What was decided already, by all that it depends on: cells differ in little."""
+        return {}
+
     @property
     def backends(self) -> tuple[str, ...]:
         """Backends that some claim is about, sorted."""
-        return tuple(sorted({claim["backend"] for claim in self.claims}))
+        return tuple(self.by_backend)
 
 
 def decide(cell: Cell, subject: Subject, capability: Capability, device: Device) -> Decision:
     """Whether some claim covers a cell of a subject; if none, the reason of the nearest one."""
-    return _decide(
-        subject.backend, callfacts.of_call(cell.parsed, subject.options), capability, device
-    )
+    options = callfacts.of_options(subject.options)
+    return _decide(subject.backend, cell.call, options, capability, device)
 
 
 def uncompared(
@@ -123,35 +143,53 @@ def uncompared(
     A baseline beside which they were left out is a weak one.
     """
     named = {subject.backend for subject in subjects}
-    facts = callfacts.of_call(cell.parsed, {})
     return tuple(
         backend
-        for backend in capability.backends
+        for backend in capability.by_backend
         if backend not in named
-        and isinstance(_decide(backend, facts, capability, device), Supported)
+        and isinstance(_decide(backend, cell.call, {}, capability, device), Supported)
     )
 
 
 def _decide(
-    backend: str, facts: dict[str, Fact], capability: Capability, device: Device
+    backend: str,
+    call: Mapping[str, Fact],
+    options: Mapping[str, Fact],
+    capability: Capability,
+    device: Device,
 ) -> Decision:
-    nearest: tuple[int, Unsupported] | None = None
-    for claim in capability.claims:
-        if claim["backend"] != backend:
-            continue
-        misses = [*_device_misses(claim, device)]
-        weight = _WRONG_DEVICE * len(misses)
-        if not misses:
-            facts["vendor"] = device.vendor
-            facts["architecture"] = device.architectures
-            misses = [*_misses(claim, facts)]
-            weight = len(misses) + _OTHER_CASE * (not callfacts.is_case(claim, facts))
-        if not misses:
+    unseen = capability.unseen.get(backend, callfacts.RULES_ONLY)
+    seen = tuple([value for name, value in call.items() if name not in unseen])
+    # The text of options tells true from 1.
+    key = (backend, device, repr(options), seen)
+    if (decision := capability.decisions.get(key)) is None:
+        decision = _decide_anew(backend, call, options, capability, device)
+        capability.decisions[key] = decision
+    return decision
+
+
+def _decide_anew(
+    backend: str,
+    call: Mapping[str, Fact],
+    options: Mapping[str, Fact],
+    capability: Capability,
+    device: Device,
+) -> Decision:
+    facts: dict[str, Fact] = {
+        **call,
+        **options,
+        "vendor": device.vendor,
+        "architecture": device.architectures,
+    }
+    nearest: tuple[JsonObject, _Miss] | None = None
+    for claim in capability.by_backend.get(backend, ()):
+        miss = _device_miss(claim, device) or _call_miss(claim, facts, options)
+        if miss is None:
             return Supported(release=claim["release"], source=claim["source"])
-        if nearest is None or weight < nearest[0]:
-            nearest = weight, misses[0]
+        if nearest is None or miss.weight < nearest[1].weight:
+            nearest = claim, miss
     if nearest is not None:
-        return nearest[1]
+        return _unsupported(*nearest)
     if capability.adapter_decides:
         return Supported(release=capability.stack, source="no claims; its adapter decides")
     meant = did_you_mean(backend, capability.backends)
@@ -162,31 +200,55 @@ def _decide(
     )
 
 
-def _device_misses(claim: JsonObject, device: Device) -> Iterator[Unsupported]:
+class _Miss(NamedTuple):
+    """The reason why a claim does not cover a call."""
+
+    weight: int
+    """Of all its reasons together: the claim with the least is the nearest."""
+    reason: str
+    rule: JsonObject | None = None
+
+
+def _device_miss(claim: JsonObject, device: Device) -> _Miss | None:
+    reasons = []
     if device.vendor not in claim["vendors"]:
-        yield _miss(claim, f"runs on {_list(claim['vendors'])}, not on {device.vendor}")
+        reasons.append(f"runs on {_list(claim['vendors'])}, not on {device.vendor}")
     known, asked = claim["architectures"], device.architectures
     if known and asked and not set(known) & set(asked):
-        yield _miss(claim, f"has kernels for {_list(known)}, not for {_list(asked)}")
+        reasons.append(f"has kernels for {_list(known)}, not for {_list(asked)}")
+    return _Miss(_WRONG_DEVICE * len(reasons), reasons[0]) if reasons else None
 
 
-def _misses(claim: JsonObject, facts: dict[str, Fact]) -> Iterator[Unsupported]:
-    for rule in claim["ignores"]:
-        if callfacts.holds(rule["when"], facts):
-            yield _miss(
-                claim, f"takes {rule['what']} and silently ignores it: {rule['reason']}", rule
-            )
-    for what, allowed in callfacts.unmet(claim, facts):
-        yield _miss(claim, f"does not claim {what}" + (f" (claimed: {allowed})" if allowed else ""))
-    for rule in claim["refuses"]:
-        if callfacts.holds(rule["when"], facts):
-            yield _miss(claim, rule["reason"], rule)
+def _call_miss(
+    claim: JsonObject, facts: Mapping[str, Fact], options: Mapping[str, Fact]
+) -> _Miss | None:
+    """What is ignored in silence is told first; then what the release says of what it lacks."""
+    ignored = [rule for rule in claim["ignores"] if callfacts.holds(rule["when"], facts)]
+    refused = [rule for rule in claim["refuses"] if callfacts.holds(rule["when"], facts)]
+    unmet = list(callfacts.unmet(claim, facts, options))
+    if not (ignored or refused or unmet):
+        return None
+    # A rule about nothing but a fact that is not claimed is the reason why it is not.
+    lacking = {fact for fact, _, _ in unmet}
+    reasons = [r for r in refused if len(r["when"]) == 1 and lacking.issuperset(r["when"])]
+    unmet = [miss for miss in unmet if not any(miss[0] in rule["when"] for rule in reasons)]
+    is_other_case = any(fact in callfacts.CASE for fact, _, _ in unmet)
+    weight = len(ignored) + len(refused) + len(unmet) + _OTHER_CASE * is_other_case
+    if ignored:
+        rule = ignored[0]
+        what = f"takes {rule['what']} and silently ignores it: {rule['reason']}"
+        return _Miss(weight, what, rule)
+    if reasons or not unmet:
+        rule = (reasons or refused)[0]
+        return _Miss(weight, rule["reason"], rule)
+    _, what, allowed = unmet[0]
+    return _Miss(weight, f"does not claim {what}" + (f" (claimed: {allowed})" if allowed else ""))
 
 
-def _miss(claim: JsonObject, reason: str, rule: JsonObject | None = None) -> Unsupported:
-    source = (rule or {}).get("source") or claim["source"]
+def _unsupported(claim: JsonObject, miss: _Miss) -> Unsupported:
+    source = (miss.rule or {}).get("source") or claim["source"]
     return Unsupported(
-        reason=f"{claim['backend']} of {claim['release']}: {reason}",
+        reason=f"{claim['backend']} of {claim['release']}: {miss.reason}",
         source=f"{source} ({claim['date']})",
     )
 

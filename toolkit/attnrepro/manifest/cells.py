@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from attnrepro import jsonio, schema, schema_words
+from attnrepro import schema, schema_words
 from attnrepro.errors import Problem
 from attnrepro.manifest import defaults
 from attnrepro.manifest.model import Cell
@@ -92,7 +91,7 @@ def expand(document: JsonObject) -> tuple[list[Cell], list[Problem]]:
             f"{name}={_value_text(value, index)}"
             for name, (index, value) in zip(names, point, strict=True)
         ]
-        parts = {key: copy.deepcopy(document[key]) for key in ("workload", "inputs", "request")}
+        parts = {key: _copy(document[key]) for key in ("workload", "inputs", "request")}
         parts["inputs"].pop("expected")
         problems += [p for change in changes if (p := _apply(parts, *change)) is not None]
         cells.append(
@@ -112,10 +111,10 @@ def expand(document: JsonObject) -> tuple[list[Cell], list[Problem]]:
 
 def check_duplicates(cells: list[Cell]) -> list[Problem]:
     """Cells that ask for the same twice."""
-    seen: dict[bytes, Cell] = {}
+    seen: dict[str, Cell] = {}
     problems = []
     for cell in cells:
-        key = jsonio.canonical([cell.workload, cell.inputs, cell.request])
+        key = json.dumps([cell.workload, cell.inputs, cell.request], sort_keys=True)
         first = seen.setdefault(key, cell)
         if first is not cell and set(first.subjects) & set(cell.subjects):
             problems.append(
@@ -143,8 +142,15 @@ def _apply(parts: JsonObject, pointer: str, value: Any, place: str) -> Problem |
             allowed="a field of an object that is there",
             fix=f"give {whole} in the workload, or change it as a whole",
         )
-    target[name] = copy.deepcopy(value)
+    target[name] = _copy(value)
     return None
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a JSON value: `deepcopy` takes three times as long, and cells are many."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _no_field(pointer: str, place: str) -> Problem:

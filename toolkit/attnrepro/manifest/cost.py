@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from attnrepro_runner import models
 from attnrepro_runner.checking import AT_ONCE
 from attnrepro_runner.stoprule import BUDGETS_FOR_FEWEST
 
@@ -77,6 +78,8 @@ _MACHINES: Final = {
 }
 _COMPILED: Final = {"flex": 12.0, "flash_attn_4": 4.0, "flashinfer": 20.0}
 """Backends that compile at the first call of a shape class: seconds, with empty caches."""
+_COMPILED_FA3: Final = 110.0
+"""Likewise flashinfer's Hopper kernels (an H200's host, 32 cores; its others took 20)."""
 _FROM_CACHE: Final = 0.1
 """Part of that which a call still takes once the run's caches hold its code."""
 _AGAIN: Final = 64
@@ -128,6 +131,8 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
     series = 0
     checks: dict[ImageRef, list[float]] = {}
     starts: dict[ImageRef, list[int]] = {}
+    images = {subject.image for subject in manifest.subjects}
+    figures = {cell.id: _figures(cell, machine, threads) for cell in manifest.cells}
     for subject in manifest.subjects:
         cells = [
             c
@@ -141,15 +146,18 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
         starts.setdefault(subject.image, []).append(1 + timed)
         # Empty caches stand before the check, which may run under another profile, before the cold
         # pass, and before what is timed.
-        fresh = (1 + int(timing["cold_start"])) * bool(timed) + _FROM_CACHE * timed
-        compiled = _COMPILED.get(subject.backend, 0.0) * _compilations(subject.backend, cells)
+        # Several images take turns, each time in a container of its own, whose caches are empty.
+        kept = _FROM_CACHE if len(images) == 1 else 1.0
+        fresh = (1 + int(timing["cold_start"])) * bool(timed) + kept * timed
+        seconds = _COMPILED.get(subject.backend, 0.0)
+        if subject.backend == "flashinfer" and subject.options.get("implementation") == "fa3":
+            seconds = _COMPILED_FA3
+        compiled = seconds * _compilations(subject.backend, cells)
         begun = alone * machine.worker_seconds
         low, high = low + begun + fresh * compiled, high + begun + 1.5 * fresh * compiled
         checked = compiled
         for cell in cells:
-            call = _call(cell, machine, threads)
-            judged = _judged(cell, machine, threads, cell.parsed.batch * cell.parsed.heads_q)
-            again = _judged(cell, machine, threads, _pairs_again(cell))
+            call, judged, again = figures[cell.id]
             repeats = int(manifest.document["bits"]["repeats"]) * call
             checked += machine.cell_seconds + judged + repeats
             if not timed:
@@ -176,7 +184,9 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
         seconds_low=low,
         seconds_high=high,
         device_seconds=0.0 if device["vendor"] == "cpu" else high,
-        memory_bytes=max(_memory(c, int(timing["rotate_inputs"])) for c in manifest.cells),
+        memory_bytes=max(
+            _memory(c, int(timing["rotate_inputs"]), len(manifest.subjects)) for c in manifest.cells
+        ),
         disk_bytes=series * 8 + sum(2 * s.image_bytes for s in missing),
         build_seconds=sum(s.build_seconds for s in missing),
         limit_seconds=float(manifest.document["limits"]["total_seconds"]),
@@ -192,6 +202,13 @@ def _compilations(backend: str, cells: Sequence[Cell]) -> int:
     """Times that a backend compiles: flex for every shape, the others for every kind of call."""
     if backend == "flex":
         return len(cells)
+    if backend == "flashinfer":  # one module for ragged and paged calls, prefill and decode
+        return len(
+            {
+                (w.dtype, w.head_dim, w.mask.window is None, w.softcap is None)
+                for w in (cell.parsed for cell in cells)
+            }
+        )
     return len(
         {
             (w.phase, w.dtype, w.head_dim, w.head_dim_v, w.layout, repr(w.mask), repr(w.cache))
@@ -218,6 +235,16 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def _figures(cell: Cell, machine: _Machine, threads: int) -> tuple[float, float, float]:
+    """Times of one call, of judging all its pairs, and of judging those read round timing."""
+    every = cell.parsed.batch * cell.parsed.heads_q
+    return (
+        _call(cell, machine, threads),
+        _judged(cell, machine, threads, every),
+        _judged(cell, machine, threads, _pairs_again(cell)),
+    )
+
+
 def _call(cell: Cell, machine: _Machine, threads: int) -> float:
     work = cell.facts.work
     return machine.call_seconds + max(
@@ -242,6 +269,30 @@ def _judged(cell: Cell, machine: _Machine, threads: int, most: int) -> float:
     return computed + pairs * machine.pair_seconds
 
 
-def _memory(cell: Cell, rotation: int) -> int:
+def _memory(cell: Cell, rotation: int, subjects: int) -> int:
     # The float64 reference of the inputs and outputs stands beside the rotated sets.
-    return cell.facts.tensor_bytes * (rotation + 5)
+    call = cell.facts.tensor_bytes * (rotation + 5)
+    if cell.request is None:
+        return call
+    model = models.find(str(cell.request["model"]), cell.request.get("layers"))
+    sizes, workload = model.sizes, cell.parsed
+    width = 4 if workload.dtype == "float32" else 2
+    tokens = sum(workload.seqlens_q)
+    projections = sizes.hidden * sizes.head_dim * 2 * (sizes.heads_q + sizes.heads_kv)
+    layer = projections + 3 * sizes.hidden * sizes.ffn
+    one = width * (model.layers * layer + 2 * sizes.vocabulary * sizes.hidden)
+    one += cell.facts.tensor_bytes * (model.layers if workload.cache is not None else 1)
+    scores = (
+        4
+        * workload.heads_q
+        * sum(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
+    )
+    if workload.has_backward:
+        # Gradients; what the backward keeps of each layer; logits as float32 with their gradient.
+        one += width * (model.layers * layer + 2 * sizes.vocabulary * sizes.hidden)
+        one += width * tokens * model.layers * (10 * sizes.hidden + 3 * sizes.ffn)
+        one += 10 * tokens * sizes.vocabulary
+        scores *= model.layers
+    # Every subject's process keeps its model while all are timed; one at a time has a second model,
+    # with textbook attention and all its scores, against which the first is held.
+    return subjects * (one + rotation * cell.facts.tensor_bytes) + one + 2 * scores

@@ -31,8 +31,8 @@ def document(
     """
     known = {ref: stacks.find(ref, store) for ref in images_of(manifest)}
     claims = {ref: found.capability for ref, found in known.items()}
-    unsupported, left_out = judge(manifest, claims, device or device_of(manifest))
-    reasons = {(item.cell, item.subject): item for item in unsupported}
+    judged = judge(manifest, claims, device or device_of(manifest))
+    reasons = {(item.cell, item.subject): item for item in judged.unsupported}
     cells = []
     for cell in manifest.cells:
         support: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def document(
                 "phase": cell.workload["phase"],
                 **_figures(cell),
                 "subjects": support,
-                "uncompared": list(left_out[cell.id]),
+                "uncompared": list(judged.uncompared[cell.id]),
             }
         )
     result: JsonObject = {
@@ -76,7 +76,7 @@ def document(
         "cost": None,
     }
     try:
-        planned = plan(manifest, capabilities=claims, device=device)
+        planned = plan(manifest, judged=judged)
     except UsageError as error:
         return {**result, "problem": error.message}
     estimate = cost.estimate(manifest, planned, known.values())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attnrepro.jsonio import JsonObject
+    from attnrepro.manifest.model import Cell
 
 MAX_BYTES: Final = 1 << 20
 """Longest manifest file."""
@@ -56,14 +57,16 @@ def load(
         document = _elsewhere(document, word)
     problems = [_in_context(p) for p in schema.validate(defaults.KIND, document)]
     judged, replaced = _mended(document, problems)
+    checked: list[Cell] = []
     if judged is not None:
         touched = [p.pointer for p in problems] + replaced
-        problems += [p for p in _check(judged) if not _concerns(p.pointer, touched)]
+        told, checked = _check(judged)
+        problems += [p for p in told if not _concerns(p.pointer, touched)]
     if problems:
         number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         message = f"{what} is not a valid manifest: {number}"
         raise InvalidDocument(message, problems=problems)
-    return _manifest(defaults.canonical(defaults.explicit(document), newest))
+    return _manifest(defaults.canonical(defaults.explicit(document), newest), checked)
 
 
 def image(word: str) -> JsonObject:
@@ -91,9 +94,11 @@ def _elsewhere(document: JsonObject, word: str) -> JsonObject:
     return {**document, "subjects": changed}
 
 
-def _manifest(document: JsonObject) -> Manifest:
+def _manifest(document: JsonObject, checked: list[Cell]) -> Manifest:
     canonical = jsonio.canonical(document)
     expanded, _ = cells.expand(document)
+    for cell, same in zip(expanded, checked, strict=True):
+        cell.take(same)
     return Manifest(
         document=document,
         canonical=canonical,
@@ -114,17 +119,18 @@ def _manifest(document: JsonObject) -> Manifest:
     )
 
 
-def _check(document: Any) -> list[Problem]:
-    """Problems of a schema-valid document beyond its schema."""
+def _check(document: Any) -> tuple[list[Problem], list[Cell]]:
+    """Problems of a schema-valid document beyond its schema, and its cells."""
     if problems := cells.check_changes(document):
-        return problems
+        return problems, []
     document = defaults.explicit(document)
     problems = contract.check(document)
     expanded, wrong = cells.expand(document)
     if wrong:
-        return problems + wrong
+        return problems + wrong, expanded
     problems += semantics.check_cells(expanded, timed=document["timing"]["launches"] > 0)
-    return problems + cells.check_duplicates(expanded) + contract.check_expected(document, expanded)
+    problems += cells.check_duplicates(expanded)
+    return problems + contract.check_expected(document, expanded), expanded
 
 
 def _read(path: Path) -> tuple[bytes, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnrepro import resources
 from attnrepro.errors import UsageError
@@ -14,12 +14,24 @@ from attnrepro.manifest.model import ImageRef
 from attnrepro.schema_words import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from attnrepro.images.store import Store
     from attnrepro.jsonio import JsonObject
 
-_EXTRAS = ("window", "gqa", "softcap", "alibi", "dropout", "append_in_call")
+_EXTRAS: Final = ("window", "gqa", "softcap", "alibi", "dropout", "append_in_call")
+_BITS: Final = {
+    "option": "with the option deterministic",
+    "none": "not claimed",
+}
+_LENGTHS: Final = {
+    "equal": "equal",
+    "ragged": "may differ between sequences",
+    "empty": "may differ between sequences, which may be empty",
+}
+_LEGEND: Final = """\
+v: width of V, = that of K. masks: aligned top_left, bottom_right where lengths differ. cache: dense
+is contiguous. bits: the same from call to call, forward/backward; option: with deterministic."""
 
 
 def document(names: Sequence[str], *, everything: bool, store: Store | None = None) -> JsonObject:
@@ -83,7 +95,7 @@ def one(document: Mapping[str, Any], backend: str) -> JsonObject:
 
 
 def text(document: Mapping[str, Any], *, details: bool) -> str:
-    """The matrix for a terminal; with `details`, what is refused and ignored, and notes."""
+    """The matrix for a terminal; with `details`, every field, what is refused, and notes."""
     lines: list[str] = []
     for stack in document["stacks"]:
         lines += [f"{stack['stack']} ({stack['device']}, {_built(stack)})"]
@@ -94,7 +106,7 @@ def text(document: Mapping[str, Any], *, details: bool) -> str:
     for release in document["releases_without_a_stack"]:
         lines += [release["release"], *_table(release["claims"])]
         lines += [*_details(release["claims"], details=details), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, _LEGEND])
 
 
 def _built(stack: JsonObject) -> str:
@@ -107,24 +119,35 @@ def _built(stack: JsonObject) -> str:
 
 
 def _table(claims: Sequence[JsonObject]) -> list[str]:
-    rows = [["  backend", "dtypes", "head_dim", "v", "phases", "masks", "cache", "and", "lse"]]
+    head = ["dtypes", "head_dim", "v", "phases", "layouts", "masks", "cache", "and", "lse", "bits"]
+    rows = [["  backend", *head]]
     for claim in claims:
-        case = f" ({claim['case']})" if claim["case"] else ""
         extras = [name.replace("_in_call", "") for name in _EXTRAS if claim[name]]
         rows.append(
             [
-                f"  {claim['backend']}{case}",
+                f"  {_name(claim)}",
                 " ".join(_short(name) for name in claim["dtypes"]),
-                words(claim["head_dim"]),
-                "=" if claim["head_dim_v"] == "equal" else words(claim["head_dim_v"]),
+                _range(claim["head_dim"]),
+                "=" if claim["head_dim_v"] == "equal" else _range(claim["head_dim_v"]),
                 " ".join(_short(name) for name in claim["phases"]),
-                " ".join(claim["alignments"]) or "none",
-                " ".join(claim["cache"]) or "-",
+                " ".join(claim["layouts"]),
+                " ".join(_short(name) for name in claim["alignments"]) or "none",
+                " ".join(_short(name) for name in claim["cache"]) or "-",
                 " ".join(extras) or "-",
-                claim["lse"],
+                _short(claim["lse"]),
+                "/".join(claim["determinism"][name] for name in ("forward", "backward")),
             ]
         )
     return columns(rows)
+
+
+def _name(claim: JsonObject) -> str:
+    return f"{claim['backend']} ({claim['case']})" if claim["case"] else str(claim["backend"])
+
+
+def _range(constraint: JsonObject) -> str:
+    """A range of widths in few characters."""
+    return words(constraint).replace(" to ", "-").replace(", multiples of ", "/")
 
 
 def _short(name: str) -> str:
@@ -134,7 +157,11 @@ def _short(name: str) -> str:
         "float16": "f16",
         "float8_e4m3fn": "f8",
         "forward": "fwd",
-        "forward_backward": "fwd+bwd",
+        "forward_backward": "+bwd",
+        "top_left": "top",
+        "bottom_right": "bottom",
+        "contiguous": "dense",
+        "second_entry": "second",
     }.get(name, name)
 
 
@@ -146,10 +173,34 @@ def _details(claims: Sequence[JsonObject], *, details: bool) -> list[str]:
             f"  ! {claim['backend']} silently ignores {rule['what']}: {rule['reason']}"
             for rule in claim["ignores"]
         ]
-        if details:
-            lines += [f"  - {claim['backend']}: {rule['reason']}" for rule in claim["refuses"]]
-            lines += [f"  - {claim['backend']}: {note}" for note in claim["notes"]]
+    for claim in claims if details else ():
+        lines.append(f"  {_name(claim)}")
+        lines += [f"    {name}: {value}" for name, value in _fields(claim)]
+        lines += [f"    refuses: {rule['reason']}" for rule in claim["refuses"]]
+        lines += [f"    note: {note}" for note in claim["notes"]]
     sources = dict.fromkeys(
         f"  {claim['release']}: {claim['source']} ({claim['date']})" for claim in claims
     )
     return [*lines, *sources]
+
+
+def _fields(claim: JsonObject) -> Iterator[tuple[str, str]]:
+    """What the table has no room for."""
+    vendors = ", ".join(claim["vendors"])
+    yield "architectures", ", ".join(claim["architectures"]) or f"any of {vendors}"
+    yield "layouts", ", ".join(claim["layouts"])
+    yield "strides", claim["strides"]
+    yield "lengths", _LENGTHS[claim["lengths"]]
+    bits = (f"{name} {_BITS.get(value, value)}" for name, value in claim["determinism"].items())
+    yield "determinism", "; ".join(bits)
+    options = (f"{name} ({words(values)})" for name, values in claim["options"].items())
+    yield "options", ", ".join(options) or "none"
+    if "paged" in claim["cache"]:
+        yield "page_size", f"multiples of {claim['page_multiple']}"
+    if claim["dropout"]:
+        yield "dropout.offset", f"multiples of {claim['dropout_offset_multiple']}"
+    if claim["fp8"]:
+        yield "FP8 descales", ", ".join(claim["fp8"])
+    yield "dtype_out", words(claim["dtype_out"])
+    yield "accumulate", words(claim["accumulate"])
+    yield "rows that attend nothing", words(claim["masked_rows"])

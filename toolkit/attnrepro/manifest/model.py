@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from attnrepro.manifest import callfacts
 from attnrepro.manifest.semantics import CellFacts, facts
 from attnrepro_runner.semantics import Workload
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnrepro.jsonio import JsonObject
+    from attnrepro.manifest.callfacts import Fact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,20 @@ class Cell:
         """The workload's meaning. Raises WorkloadError in a cell that `load` did not check."""
         return Workload.parse(self.workload)
 
+    def take(self, other: Cell) -> None:
+        """Spare reading the workload again where another cell's is the same."""
+        if self.workload == other.workload:
+            vars(self)["parsed"] = other.parsed
+
     @cached_property
     def facts(self) -> CellFacts:
         """Figures of one call, known before anything runs. Raises as `parsed` does."""
         return facts(self.parsed)
+
+    @cached_property
+    def call(self) -> Mapping[str, Fact]:
+        """Facts that claims are judged by. Raises as `parsed` does."""
+        return callfacts.of_call(self.parsed)
 
     def source(self, pointer: str) -> str:
         """Where in the manifest the value of this cell's field `pointer` stands."""

@@ -36,6 +36,15 @@ class UnsupportedCell:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What the releases claim of every cell."""
+
+    unsupported: tuple[UnsupportedCell, ...]
+    uncompared: Mapping[str, tuple[str, ...]]
+    """Cell to backends of its subjects' stacks that claim it and are no subject."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One task of a job."""
 
@@ -81,6 +90,7 @@ def plan(
     adapters: Mapping[ImageRef, str | None] | None = None,
     capabilities: Mapping[ImageRef, Capability] | None = None,
     device: Device | None = None,
+    judged: Judged | None = None,
     counters: bool = False,
 ) -> Plan:
     """Plan a run.
@@ -90,6 +100,7 @@ def plan(
         adapters: Module of the backend adapter that an image of the user's own carries.
         capabilities: Claims by image; of an image that is not there, the stack's own are read.
         device: Where it runs; None is what the manifest names.
+        judged: What `judge` said of the manifest already; None asks it now.
         counters: Whether a pass under a profiler of hardware counters is added.
 
     Raises:
@@ -97,11 +108,13 @@ def plan(
         UsageError: no subject's release claims any cell.
 
     """
-    claims = {
-        ref: (capabilities or {}).get(ref) or stacks.find(ref).capability
-        for ref in images_of(manifest)
-    }
-    unsupported, left_out = judge(manifest, claims, device or device_of(manifest))
+    if judged is None:
+        claims = {
+            ref: (capabilities or {}).get(ref) or stacks.find(ref).capability
+            for ref in images_of(manifest)
+        }
+        judged = judge(manifest, claims, device or device_of(manifest))
+    unsupported = judged.unsupported
     refused = {(item.cell, item.subject) for item in unsupported}
     runs = {
         subject.id: [
@@ -141,8 +154,8 @@ def plan(
         ]
     return Plan(
         segments=tuple(sorted(segments, key=lambda s: _turn(manifest, s))),
-        unsupported=tuple(unsupported),
-        uncompared=left_out,
+        unsupported=unsupported,
+        uncompared=judged.uncompared,
     )
 
 
@@ -157,9 +170,7 @@ def device_of(manifest: Manifest) -> Device:
     return Device(vendor=device["vendor"], architectures=tuple(device["architectures"]))
 
 
-def judge(
-    manifest: Manifest, claims: Mapping[ImageRef, Capability], device: Device
-) -> tuple[list[UnsupportedCell], dict[str, tuple[str, ...]]]:
+def judge(manifest: Manifest, claims: Mapping[ImageRef, Capability], device: Device) -> Judged:
     """Which cells of which subjects no release claims; which backends each cell leaves out."""
     unsupported = []
     left_out: dict[str, tuple[str, ...]] = {}
@@ -182,7 +193,7 @@ def judge(
             for name in uncompared(cell, subjects, claims[ref], device)
         }
         left_out[cell.id] = tuple(sorted(names))
-    return unsupported, left_out
+    return Judged(unsupported=tuple(unsupported), uncompared=left_out)
 
 
 def order(seed: object, launch: int, names: Sequence[str]) -> tuple[str, ...]:

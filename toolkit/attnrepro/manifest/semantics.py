@@ -7,6 +7,7 @@ no one can mean) and says what to do about each.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from attnrepro.jsonio import JsonObject
     from attnrepro.manifest.model import Cell
+    from attnrepro_runner.fields import Defect
 
 LOW_ENTROPY: Final = frozenset({"large_negative", "one_hot"})
 """Distributions on which kernels run faster than on real data: not timed."""
@@ -37,7 +39,6 @@ _FIXES: Final = {
     "/cache": "set cache to null, or choose the phase prefill or decode",
     "/cache/append": "append at most the new tokens of the shortest sequence",
     "/cache/capacity": "raise capacity, or leave it out",
-    "/cache/page_size": "give page_size for a paged cache only",
     "/cache/pool_pages": "raise pool_pages, or leave it out",
     "/dropout": "set dropout to null, or choose a training phase",
     "/fp8": 'give fp8 (an empty object will do) with dtype "float8_e4m3fn", and only there',
@@ -48,6 +49,18 @@ _FIXES: Final = {
     "/strides/v": "give strides under which every element has its own place; shared heads are "
     "heads_kv, not a stride of 0",
 }
+_FIXES_BY_RULE: Final = (
+    (
+        "/seqlen_q",
+        "at most seqlen_k",
+        "lower seqlen_q, or raise seqlen_k, which counts the keys of these queries too",
+    ),
+    ("/seqlen_q", "at least 1", "give every sequence at least one query"),
+    ("/cache/page_size", "an integer", 'give page_size, or choose the kind "contiguous"'),
+    ("/cache/page_size", "null", 'leave page_size out, or choose the kind "paged"'),
+    ("/cache/pool_pages", "null", 'leave pool_pages out, or choose the kind "paged"'),
+)
+"""Fixes of fields that several rules are about: field, how what is allowed begins, fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +154,9 @@ def _complaints(cell: Cell, *, timed: bool) -> Iterator[Complaint]:
                 continue
             yield Complaint(
                 pointer="/workload" + defect.pointer,
-                found=schema_words.shorten(defect.found, 60).strip('"'),
+                found=_found(workload, defect),
                 allowed=defect.allowed,
-                fix=_FIXES.get(defect.pointer, "choose an allowed value"),
+                fix=_fix(defect),
             )
         return
     if cell.request is not None:
@@ -158,6 +171,25 @@ def _complaints(cell: Cell, *, timed: bool) -> Iterator[Complaint]:
             )
     if not any(c.pointer == "/workload" for c in own) and _tensor_bytes(parsed) > MAX_INTEGER:
         yield _overflow(_tensor_bytes(parsed))
+
+
+def _found(workload: JsonObject, defect: Defect) -> str:
+    """What a defect found, as JSON: the runner writes it as Python does."""
+    value: Any
+    try:
+        value = ast.literal_eval(defect.found)
+    except (ValueError, SyntaxError):
+        value = workload
+        for name in defect.pointer.split("/")[1:]:
+            value = value.get(name) if isinstance(value, dict) else None
+    return schema_words.shorten(value, 120)
+
+
+def _fix(defect: Defect) -> str:
+    for pointer, allowed, fix in _FIXES_BY_RULE:
+        if defect.pointer == pointer and defect.allowed.startswith(allowed):
+            return fix
+    return _FIXES.get(defect.pointer, "choose an allowed value")
 
 
 def _overflow(size: int) -> Complaint:

@@ -23,11 +23,32 @@ def summary(observations: Mapping[str, Any], *, title: str) -> str:
     weak = sorted({name for cell in observations["cells"] for name in cell["uncompared"]})
     if weak:
         lines += ["", f"weak baselines: the stack also claims {', '.join(weak)}; not compared"]
+    lines += counted_lines(observations)
     if whole := wholework.summary(observations):
         lines += ["", *(f"  {line}" for line in whole)]
     counted = [f"{counts[name]} {name}" for name in ("passed", "failed", "unsupported")]
     lines += ["", ", ".join(counted)]
     return "\n".join(lines)
+
+
+def counted_lines(observations: Mapping[str, Any]) -> list[str]:
+    """What a pass with hardware counters said of each call, and of how many it said nothing."""
+    counted = [
+        (f"{cell['id']} {cell['label']}, {subject['subject']}", subject["counters"])
+        for cell in observations["cells"]
+        for subject in cell["subjects"]
+        if subject.get("counters") is not None
+    ]
+    if not counted:
+        return []
+    bounded = [(name, found) for name, found in counted if found["bound"] != "undetermined"]
+    lines = ["", f"counters of {counted[0][1]['tool'] or 'no tool'}: what bounds a call"]
+    lines += [f"  {name}: {found['bound']} ({found['evidence']})" for name, found in bounded]
+    silent: dict[str, int] = {}
+    for _, found in counted:
+        if found["bound"] == "undetermined":
+            silent[found["evidence"]] = silent.get(found["evidence"], 0) + 1
+    return [*lines, *(f"  undetermined for {n} calls: {why}" for why, n in silent.items())]
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

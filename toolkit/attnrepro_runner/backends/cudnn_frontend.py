@@ -38,6 +38,7 @@ from attnrepro_runner.backends.flash_common import (
     option_fields,
     refuse,
 )
+from attnrepro_runner.outofmemory import raise_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -135,6 +136,7 @@ class CudnnFrontend:
                 cudnn, workload, tensors, deterministic=flag(options, "deterministic")
             )
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+            raise_out_of_memory(error)
             reason = f"cuDNN {cudnn.backend_version()}: {error}"
             raise Unsupported(reason) from error
 

@@ -28,6 +28,7 @@ from attnrepro_runner.backends.base import (
     Tensors,
     Unsupported,
 )
+from attnrepro_runner.outofmemory import raise_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,6 +169,7 @@ class SdpaBackend:
                         enable_gqa=workload.heads_q != workload.heads_kv,
                     )
                 except RuntimeError as error:
+                    raise_out_of_memory(error)
                     raise Unsupported(_reason(error, caught)) from error
 
 

@@ -87,37 +87,13 @@ def compare(
     """Compare launch medians (ns, positive) of a subject with those of a baseline."""
     sizes = (len(subject), len(baseline))
     if not all(sizes):
-        return Comparison(
-            ratio=None,
-            lower=None,
-            upper=None,
-            p_value=None,
-            launches=sizes,
-            verdict=Verdict.INCONCLUSIVE,
-            reason="no time was taken on one side",
-        )
+        return _undecided(None, sizes, "no time was taken on one side")
     if min(*subject, *baseline) <= 0:
-        return Comparison(
-            ratio=None,
-            lower=None,
-            upper=None,
-            p_value=None,
-            launches=sizes,
-            verdict=Verdict.INCONCLUSIVE,
-            reason="a launch's median is no time: it is not above zero",
-        )
+        return _undecided(None, sizes, "a launch's median is no time: it is not above zero")
     ratio = Fraction(_median(baseline), _median(subject))
     if min(sizes) < LEAST_LAUNCHES:
         few = "one launch" if min(sizes) == 1 else f"{min(sizes)} launches"
-        return Comparison(
-            ratio=ratio,
-            lower=None,
-            upper=None,
-            p_value=None,
-            launches=sizes,
-            verdict=Verdict.INCONCLUSIVE,
-            reason=f"{few}; a verdict needs {LEAST_LAUNCHES} a side",
-        )
+        return _undecided(ratio, sizes, f"{few}; a verdict needs {LEAST_LAUNCHES} a side")
     alpha = 1 - orderstats.as_fraction(confidence)
     p_value = rank_test(subject, baseline)
     interval = ratio_interval(subject, baseline, alpha)
@@ -130,6 +106,18 @@ def compare(
         p_value=p_value,
         launches=sizes,
         verdict=verdict,
+        reason=reason,
+    )
+
+
+def _undecided(ratio: Fraction | None, launches: tuple[int, int], reason: str) -> Comparison:
+    return Comparison(
+        ratio=ratio,
+        lower=None,
+        upper=None,
+        p_value=None,
+        launches=launches,
+        verdict=Verdict.INCONCLUSIVE,
         reason=reason,
     )
 

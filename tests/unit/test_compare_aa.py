@@ -92,7 +92,7 @@ def test_kept_samples_are_judged_without_running_anything() -> None:
     (found,) = aa.from_samples(kept(6))
     assert (found.launches, found.taken, found.comparisons) == (6, 5, 6)
     assert found.false_verdicts == 0
-    assert found.where == "Some CPU, c000"
+    assert found.where == "Some CPU, c000, host"
     assert found.scatter == pytest.approx(1.005, abs=1e-4)
 
 

@@ -14,6 +14,7 @@ from attnrepro.artifact import trust
 from attnrepro.artifact.verify import verify
 from attnrepro.engines.lock import device_lock
 from attnrepro.errors import Interrupted, Unavailable, UsageError
+from attnrepro.packing import Redactor
 from support import example
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def test_names_of_folder_user_host_and_device_stay_out(
     outcome = make(tmp_path, engine=engine, invocation=words)
     verified = verify(outcome.path, trust=trust.load())
     assert verified.predicate["invocation"] == [
-        *("attnrepro", "run", "m.json", "--device", "nvidia:GPU-UUID")
+        *("attnrepro", "run", "m.json", "--device", "nvidia:UUID")
     ]
     assert verified.predicate["redactions"] == ["device UUID", "folder", "working folder"]
     data = outcome.path.read_bytes()
@@ -100,7 +101,27 @@ def test_names_of_folder_user_host_and_device_stay_out(
     assert str(tmp_path) not in json.dumps(example.payload(data))
     assert DEVICE.encode() not in content
     assert DEVICE not in json.dumps(example.payload(data))
-    assert b"cannot load ./x.so on GPU-UUID" in content
+    assert b"cannot load ./x.so on UUID" in content
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        (f"lost {DEVICE}.", "lost UUID."),
+        ("uuid=21063f48-5201-76d2-a581-000000000000)", "uuid=UUID)"),
+        ("GPU-73fa5dd2a7b4ae2b is gone", "UUID is gone"),
+        ("MIG-21063f48-5201-76d2-a581-000000000000", "UUID"),
+        ("flash_attn-2.8.3-cp312-cp312 sm_90", "flash_attn-2.8.3-cp312-cp312 sm_90"),
+    ],
+)
+def test_a_device_is_redacted_however_a_library_spells_it(said: str, left: str) -> None:
+    redactor = Redactor()
+    assert redactor.text(said.encode()).decode() == left
+    document = {"flags": [said], "containment": {"facts": {"cdi": said}}, "status": said}
+    found = redactor.reasons(document)
+    assert found["flags"] == [left]
+    assert found["containment"]["facts"] == {"cdi": left}
+    assert found["status"] == said
 
 
 def test_interrupted_run_is_resumed_and_says_so(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def from_samples(document: Mapping[str, Any]) -> list[Noise]:
             ]
             launches.sort(key=lambda launch: launch["launch"])
             sides.append(published.clock_timing(launches, tails=(), confidence="0.95"))
-        found.append(judge(*sides, where=f"{document['device']}, {cell}"))
+        found.append(judge(*sides, where=f"{document['device']}, {cell}, {clock}"))
     return found
 
 

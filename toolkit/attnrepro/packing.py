@@ -29,8 +29,12 @@ _OTHER_MEMBERS: Final = 150
 """Kept free for documents, recipes, logs and telemetry when samples are counted before a run."""
 _LOG_BYTES: Final = 1 << 20
 _WORD: Final = re.compile(r"[A-Za-z0-9_]")
+_QUOTED: Final = frozenset({"reason", "place", "evidence", "flags", "facts", "errors"})
+"""Fields of the observations whose texts are not this program's own."""
+_HEX: Final = "[0-9a-fA-F]"
 _DEVICE: Final = re.compile(
-    r"(?<![A-Za-z0-9])(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+    rf"(?<![A-Za-z0-9])(?:(?:GPU-|MIG-)?{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}"
+    rf"|(?:GPU|MIG)-{_HEX}{{16}})(?![A-Za-z0-9])"
 )
 """A device's UUID. The statement has its keyed digest, which nobody else can compute."""
 
@@ -167,9 +171,10 @@ def predicate(
         "containment": {
             "engine": seen["engine"],
             "contained": seen["contained"],
-            "options": [_plain(f"{name}={value}") for name, value in sorted(seen["facts"].items())][
-                :256
-            ],
+            "options": [
+                _plain(redactor.text(f"{name}={value}".encode()).decode())
+                for name, value in sorted(seen["facts"].items())
+            ][:256],
         },
         "redactions": sorted({*redactions, *redactor.kinds()}),
     }
@@ -201,22 +206,22 @@ class Redactor:
             if replaced != text:
                 self._seen.add(kind)
                 text = replaced
-        text, devices = _DEVICE.subn(r"\1-UUID", text)
+        text, devices = _DEVICE.subn("UUID", text)
         if devices:
             self._seen.add("device UUID")
         return text.encode()
 
-    def reasons(self, document: Any) -> Any:
-        """The document with every `reason` and `place` redacted: they quote what a library said."""
+    def reasons(self, document: Any, *, quoted: bool = False) -> Any:
+        """The document with every text redacted that quotes what a library or an engine said."""
         if isinstance(document, dict):
             return {
-                key: self.text(value.encode()).decode()
-                if key in ("reason", "place") and isinstance(value, str)
-                else self.reasons(value)
+                key: self.reasons(value, quoted=quoted or key in _QUOTED)
                 for key, value in document.items()
             }
         if isinstance(document, list):
-            return [self.reasons(item) for item in document]
+            return [self.reasons(item, quoted=quoted) for item in document]
+        if quoted and isinstance(document, str):
+            return self.text(document.encode()).decode()
         return document
 
     def word(self, part: str) -> str:

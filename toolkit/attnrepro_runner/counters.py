@@ -14,6 +14,7 @@ import io
 import re
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -128,7 +129,7 @@ def count(
         counted: the process to be counted.
         environment: its environment.
         table: a file for the tool's table; it is removed.
-        seconds: limit of each attempt.
+        seconds: limit of all attempts together.
         vendor: of the device.
         run: runs a command.
         find: path of ncu; by default as the environment's PATH has it.
@@ -143,17 +144,21 @@ def count(
     _, version = runner([ncu, "--version"], environment, 30)
     named = re.search(r"^Version (\S+)", version, re.MULTILINE)
     tool = f"ncu {named[1]}" if named else "ncu"
-    reason = ""
+    reasons: list[str] = []
+    until = time.monotonic() + seconds
     for attempt in ATTEMPTS:
-        status, said = runner(command(ncu, table, counted, attempt), environment, seconds)
+        left = until - time.monotonic()
+        if reasons and left < 1:
+            break
+        status, said = runner(command(ncu, table, counted, attempt), environment, left)
         text = table.read_text(errors="replace") if table.exists() else ""
         table.unlink(missing_ok=True)
         if kernels := parse(text):
             return summarise(tool, kernels)
-        reason = _reason(text + "\n" + said, status)
-        if "ERR_NVGPUCTRPERM" in reason:
+        reasons.append(_reason(text + "\n" + said, status))
+        if "ERR_NVGPUCTRPERM" in reasons[-1]:
             break
-    return Counters(tool=tool, evidence=reason)
+    return Counters(tool=tool, evidence="; then: ".join(dict.fromkeys(reasons))[:1000])
 
 
 @dataclass

@@ -171,7 +171,12 @@ def probe_dropout(
         )
     return DropoutProbe(
         rate=rate,
-        rate_ok=_is_rate(tally.attended - tally.kept, tally.attended, p),
+        rate_ok=_is_rate(
+            tally.attended - tally.kept,
+            tally.attended,
+            p,
+            resolution=getattr(backend, "dropout_resolution", 0.0),
+        ),
         kept_value=value,
         kept_value_ok=rules["kept_value_ok"],
         next_call_differs=rules["next_call_differs"],
@@ -316,12 +321,16 @@ def _calls(p: float, weights: int) -> tuple[int, bool]:
     return _MOST_CALLS, False
 
 
-def _is_rate(dropped: int, weights: int, p: float) -> bool:
+def _is_rate(dropped: int, weights: int, p: float, *, resolution: float = 0.0) -> bool:
     """Say whether so many drops may be p's: by Chernoff's bound on either tail.
 
-    Six sigmas would reject one honest run in 33,000 where 1.7 drops are expected.
+    Six sigmas would reject one honest run in 33,000 where 1.7 drops are expected. A backend that
+    rounds p, by what its adapter declares, is held to the nearest value that it may have taken.
     """
     rate = dropped / max(weights, 1)
+    p = min(max(rate, p - resolution, 0.0), p + resolution)
+    if rate == p:
+        return True
     terms = ((rate, p), (1 - rate, 1 - p))
     divergence = sum(seen * math.log(seen / meant) for seen, meant in terms if seen > 0)
     return weights * divergence <= -math.log(_CHANCE)

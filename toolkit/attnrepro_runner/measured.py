@@ -180,6 +180,7 @@ class MeasuredCell:
                 device=self._subject.device,
             )
             stages.copy_into(tensors, fresh)
+            del fresh  # before the next set is drawn
             if appends_apart(self._cell.workload):
                 prepared.append_step()
         self._judge_all(report, "oracle_after", stream)

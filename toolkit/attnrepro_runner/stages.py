@@ -128,6 +128,7 @@ def judge_backward(
     """
     if not workload.has_backward:
         return
+    subject.poison(workload, ("q", "k", "v"))
     for gradient in () if outputs is None else (outputs.dq, outputs.dk, outputs.dv):
         if gradient is not None and all(gradient.stride()):  # one that is expanded has no places
             gradient.detach().fill_(math.nan)
@@ -135,7 +136,8 @@ def judge_backward(
     subject.synchronize()
     found = judge.check(alone, empty_row_lse=subject.empty_row_lse)
     if not found.ok:
-        report.demand(Status(found.status()), f"the backward alone: {found.reason()}")
+        reason = f"the backward alone, inputs {judge.seed}: {found.reason()}"
+        report.demand(Status(found.status()), reason)
 
 
 def kept_weights(
@@ -332,9 +334,9 @@ def selection(
     shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
     pairs = min(most, count, max(2, limit // max(1, each * shared)))
     blocks = None
-    if pairs == 2 and not workload.has_backward:
+    if pairs <= 2 and not workload.has_backward:
         rows = max(workload.seqlens_q)
-        fits = math.ceil(rows / 64 * limit / (2 * each))
+        fits = math.ceil(rows / 64 * limit / (pairs * each))
         blocks = max(2, min(fits, math.ceil(rows / 64)))
     return oracle.sample(workload, pairs=pairs, blocks=blocks, seed=seed)
 

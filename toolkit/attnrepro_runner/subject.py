@@ -13,7 +13,7 @@ from attnrepro_runner.backends.base import Unsupported, empty_row_lse, import_mo
 from attnrepro_runner.semantics import Workload, WorkloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from attnrepro_runner.backends.base import Backend, KernelPattern, Outputs, Prepared, Tensors
     from attnrepro_runner.probes import ProbeReport
@@ -113,13 +113,16 @@ class Subject:
 
     def poisoned_step(self, workload: Workload, prepared: Prepared) -> Outputs:
         """Make one call after filling free blocks of its outputs' sizes with NaN."""
-        names = ["out", "q", "k", "v"] if workload.has_backward else ["out"]
-        dtypes = [views.DTYPES[workload.dtype_out if n == "out" else workload.dtype] for n in names]
-        shapes = [workload.shape(name) for name in names]
-        guards.poison_allocator(shapes, dtypes, self.device)
+        self.poison(workload, ("out", "q", "k", "v") if workload.has_backward else ("out",))
         outputs = prepared.step()
         self.synchronize()
         return outputs
+
+    def poison(self, workload: Workload, names: Sequence[str]) -> None:
+        """Fill free blocks of the sizes of such tensors with NaN."""
+        dtypes = [views.DTYPES[workload.dtype_out if n == "out" else workload.dtype] for n in names]
+        shapes = [workload.shape(name) for name in names]
+        guards.poison_allocator(shapes, dtypes, self.device)
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -212,7 +212,9 @@ def _cell(
             confidence=confidence,
         )
         reason = comparison.reason
-    digests = _repeated(a, b)
+    # Bits are told once a subject, in the row of its attention.
+    is_attention = clock != "request" or published.headline_clock(a["timing"]) == clock
+    digests = _repeated(a, b) if is_attention else ({}, {})
     return CellVerdict(
         cell=key[0],
         subject=key[1],

@@ -44,7 +44,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "fake": {"longest": 20, "head_dims": (24, 64)},
 }
 FEW = {"eager": 10, "sdpa.math": 10, "sdpa.flash": 10, "flex": 1, "fake": 8}
-MANY = {"eager": 150, "sdpa.math": 100, "sdpa.flash": 100, "flex": 16, "fake": 60}
+MANY = {"eager": 100, "sdpa.math": 100, "sdpa.flash": 100, "flex": 12, "fake": 60}
 
 # What a backend's claims leave out of ACTIVE_FIELDS; nobody here claims to add in float64.
 UNCLAIMED = {
@@ -170,13 +170,15 @@ class Ledger:
 
 
 def is_known(name: str, document: dict[str, Any], given_inputs: dict[str, object]) -> bool:
-    """Whether the rule is known to be too narrow for an honest kernel.
+    """Whether the float32 rule is known to be too narrow for an honest kernel: large logits.
 
-    torch's flash backward takes weights from a float32 LSE. Where logits reach 83 (one_hot) that is
-    5e-6 of a weight, and dV is ten times as far off as the rule for float32 allows.
+    It has no allowance for a logit's own rounding. Where logits reach tens (another scale or
+    distribution), torch's float32 kernels were seen at 0.99 (sdpa.math), 1.3 and, in a backward
+    that takes its weights from a float32 LSE, 10 times the limit (sdpa.flash). With the usual scale
+    and normal inputs sdpa.flash stays at 0.28.
     """
-    exact = document["phase"] == "forward_backward" and document["dtype"] == "float32"
-    return name == "sdpa.flash" and exact and given_inputs["distribution"] != "normal"
+    large = given_inputs["distribution"] != "normal" or document.get("scale") is not None
+    return name not in ("eager", "fake") and document["dtype"] == "float32" and large
 
 
 def can_be_told(document: dict[str, Any]) -> bool:

@@ -126,9 +126,9 @@ def content(
     wanted = {name for task in merged.observations["tasks"] for name in task["telemetry"]}
     for segment in segments:
         for log in sorted((folder.path / segment / "logs").glob("*.log")):
-            files[f"logs/{segment}/{log.name}"] = redactor.text(_tail(log.read_bytes()))
+            files[f"logs/{segment}/{log.name}"] = redactor.log(_tail(log.read_bytes()))
         if workers := folder.worker_logs(segment):
-            files[f"logs/{segment}/workers.log"] = redactor.text(_tail(workers))
+            files[f"logs/{segment}/workers.log"] = redactor.log(_tail(workers))
         for name in sorted(wanted):
             try:
                 files[name] = folder.read(segment, name)
@@ -172,7 +172,7 @@ def predicate(
             "engine": seen["engine"],
             "contained": seen["contained"],
             "options": [
-                _plain(redactor.text(f"{name}={value}".encode()).decode())
+                _plain(redactor.text(f"{name}={value}"))
                 for name, value in sorted(seen["facts"].items())
             ][:256],
         },
@@ -196,9 +196,12 @@ class Redactor:
         """Kinds of what was taken out so far."""
         return sorted(self._seen)
 
-    def text(self, data: bytes) -> bytes:
+    def log(self, data: bytes) -> bytes:
         """A log without those names, as UTF-8."""
-        text = data.decode("utf-8", "replace")
+        return self.text(data.decode("utf-8", "replace")).encode()
+
+    def text(self, text: str) -> str:
+        """A text without those names."""
         for kind, name, instead in self._names:
             if len(name) < 4 or name in ("root", "localhost", "/root"):
                 continue
@@ -209,7 +212,7 @@ class Redactor:
         text, devices = _DEVICE.subn("UUID", text)
         if devices:
             self._seen.add("device UUID")
-        return text.encode()
+        return text
 
     def reasons(self, document: Any, *, quoted: bool = False) -> Any:
         """The document with every text redacted that quotes what a library or an engine said."""
@@ -221,7 +224,7 @@ class Redactor:
         if isinstance(document, list):
             return [self.reasons(item, quoted=quoted) for item in document]
         if quoted and isinstance(document, str):
-            return self.text(document.encode()).decode()
+            return self.text(document)
         return document
 
     def word(self, part: str) -> str:
@@ -233,7 +236,7 @@ class Redactor:
         if equals and value.startswith("/"):
             self._seen.add("folder")
             return f"{option}={Path(value).name}"
-        return self.text(part.encode()).decode()
+        return self.text(part)
 
 
 def _whole(name: str) -> re.Pattern[str]:

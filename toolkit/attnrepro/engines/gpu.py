@@ -7,7 +7,7 @@ All functions here are pure; `engines.gpuhost` reads the machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -148,20 +148,11 @@ def resolve(choice: DeviceChoice, host: GpuHost, doors: EngineDoors) -> GpuAcces
     if host.driver_version:
         facts["driver"] = host.driver_version
     facts |= {f"not_{door}": reason for door, reason in reasons.items()}
-    return GpuAccess(
-        mode=access.mode,
-        device_id=access.device_id,
-        cdi_names=access.cdi_names,
-        runtime_ids=access.runtime_ids,
-        nodes=access.nodes,
-        mounts=access.mounts,
-        library_path=access.library_path,
-        visible={
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": device.uuid or str(device.index),
-        },
-        facts=facts,
-    )
+    visible = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": device.uuid or str(device.index),
+    }
+    return replace(access, visible=visible, facts=facts)
 
 
 def _nvidia_device(choice: DeviceChoice, host: GpuHost) -> NvidiaDevice:

@@ -280,8 +280,8 @@ def _memory(cell: Cell, rotation: int, subjects: int) -> int:
     tokens = sum(workload.seqlens_q)
     projections = sizes.hidden * sizes.head_dim * 2 * (sizes.heads_q + sizes.heads_kv)
     layer = projections + 3 * sizes.hidden * sizes.ffn
-    one = width * (model.layers * layer + 2 * sizes.vocabulary * sizes.hidden)
-    one += cell.facts.tensor_bytes * (model.layers if workload.cache is not None else 1)
+    weights = width * (model.layers * layer + 2 * sizes.vocabulary * sizes.hidden)
+    one = weights + cell.facts.tensor_bytes * (model.layers if workload.cache is not None else 1)
     scores = (
         4
         * workload.heads_q
@@ -289,8 +289,7 @@ def _memory(cell: Cell, rotation: int, subjects: int) -> int:
     )
     if workload.has_backward:
         # Gradients; what the backward keeps of each layer; logits as float32 with their gradient.
-        one += width * (model.layers * layer + 2 * sizes.vocabulary * sizes.hidden)
-        one += width * tokens * model.layers * (10 * sizes.hidden + 3 * sizes.ffn)
+        one += weights + width * tokens * model.layers * (10 * sizes.hidden + 3 * sizes.ffn)
         one += 10 * tokens * sizes.vocabulary
         scores *= model.layers
     # Every subject's process keeps its model while all are timed; one at a time has a second model,

@@ -5,12 +5,20 @@ import pytest
 from attnrepro_runner import mutants
 from attnrepro_runner.mutants import Case, Verdict
 
-QUICK = {"honest causal", "tile of keys dropped for half the rows", "K pages swapped"}
+QUICK = {
+    "honest causal",
+    "honest steep float32",
+    "K pages swapped",
+    "TF32 products, steep",
+    "tile of keys dropped for half the rows",
+}
 BY_ORACLE_ALONE = {
     "tile of keys dropped for half the rows",
     "one tile of the last block dropped",
     "dK of one tile lost",
     "dQ added twice",
+    "TF32 products",
+    "TF32 products, steep",
 }
 
 
@@ -41,7 +49,7 @@ def test_mutants_die_and_controls_live(name: str) -> None:
 @pytest.mark.timeout(900)
 def test_what_the_oracle_alone_finds_does_not_survive_at_4k() -> None:
     """The probes never see these; `python -m attnrepro_runner mutants` judges all, to 64k."""
-    wanted = {*BY_ORACLE_ALONE, "honest causal", "honest training"}
+    wanted = {*BY_ORACLE_ALONE, "honest causal", "honest training", "honest float32"}
     verdicts = judge([case for case in mutants.cases() if case.name in wanted], (4096,))
     assert len(verdicts) == len(wanted)
     assert [v.case.name for v in verdicts if not v.as_expected] == []

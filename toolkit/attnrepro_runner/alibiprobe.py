@@ -157,11 +157,8 @@ def _declared(
     workload: Workload, b: int, slope: float, lift: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the declared logits against each row's greatest, -inf unattended, and its key."""
-    attended = torch.zeros((workload.seqlens_q[b], workload.seqlens_k[b]), dtype=torch.bool)
-    for i in range(workload.seqlens_q[b]):
-        lo, hi = workload.key_range(b, i)
-        attended[i, lo:hi] = True
-    logits = _logits(workload, b, slope, lift, None).masked_fill(~attended, -torch.inf)
+    logits = _logits(workload, b, slope, lift, None)
+    logits = logits.masked_fill(~views.attended(workload, b), -torch.inf)
     top = logits.argmax(-1, keepdim=True)
     return logits - logits.gather(-1, top), top
 

@@ -3,8 +3,7 @@
 One global maximum is blind in long rows, where early rows have few keys and large values: a kernel
 that drops 64 keys for half the rows of 16k passes it, and fails here.
 
-An LSE, a dQ and a dK may be small because large terms cancel (with one key dQ is 0), and then keep
-the float32 rounding of those terms: two units of the largest are allowed besides.
+What a kernel's float32 sums leave of their largest terms is allowed besides: see terms.py.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ _FORMATS = {
 }
 
 _TERM_ULPS = 2
+RUNNING_SUM = 0.5
+"""Roundings that a running sum of n terms may be off, in sqrt(n): it errs by about sqrt(n) of them
+(N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, 2019)."""
 
 
 def ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

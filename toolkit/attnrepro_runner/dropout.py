@@ -122,7 +122,7 @@ def probe_dropout(
         return ProbeBench(backend, options, dataclasses.replace(workload, dropout=dropout), device)
 
     pairs = _all_pairs(workload)
-    allowed = {b: _allowed(workload, b) for b in range(workload.batch)}
+    allowed = {b: views.attended(workload, b) for b in range(workload.batch)}
     block, in_block = _fullest_block(workload, allowed)
     calls, decides = _calls(p, in_block)
 
@@ -276,15 +276,6 @@ class _Tally:
             self.attended += int(mine.sum())
             self.kept += int(kept.sum())
             self.total += float((found * count)[found > 0].sum())
-
-
-def _allowed(workload: Workload, b: int) -> torch.Tensor:
-    """Return which keys each query of a sequence attends."""
-    allowed = torch.zeros((workload.seqlens_q[b], workload.seqlens_k[b]), dtype=torch.bool)
-    for i in range(workload.seqlens_q[b]):
-        lo, hi = workload.key_range(b, i)
-        allowed[i, lo:hi] = True
-    return allowed
 
 
 def _fullest_block(workload: Workload, allowed: Mapping[int, torch.Tensor]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ field that nobody reads would be less work than was asked for.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,15 @@ class Defect:
 
     pointer: str
     """JSON pointer below the workload, e.g. "/mask/causal"."""
-    found: str
+    found: object
+    """The JSON value."""
     allowed: str
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        text = json.dumps(self.found)
+        text = text if len(text) <= 80 else text[:77] + "..."
+        return f"{self.pointer}: found {text}; allowed: {self.allowed}"
 
 
 class WorkloadError(ValueError):
@@ -37,9 +45,7 @@ class WorkloadError(ValueError):
 
     def __init__(self, defects: Sequence[Defect]) -> None:
         self.defects = tuple(defects)
-        super().__init__(
-            "; ".join(f"{d.pointer}: found {d.found}; allowed: {d.allowed}" for d in defects)
-        )
+        super().__init__("; ".join(map(str, defects)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +137,7 @@ class Reader:
 
     def defect(self, below: str, found: object, allowed: str) -> None:
         """Note a defect at a pointer below this object."""
-        text = repr(found)
-        text = text if len(text) <= 80 else text[:77] + "..."
-        self.defects.append(Defect(pointer=self.pointer + below, found=text, allowed=allowed))
+        self.defects.append(Defect(pointer=self.pointer + below, found=found, allowed=allowed))
 
     def child(self, key: str, keys: Sequence[str]) -> Reader | None:
         """Open an object field; None where it is null or missing."""

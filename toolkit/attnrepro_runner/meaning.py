@@ -39,7 +39,7 @@ def check(workload: Workload, top: Reader) -> None:
     if workload.phase == "decode" and min(workload.seqlens_q) < 1:
         top.defect("/seqlen_q", min(workload.seqlens_q), "at least 1 in decode")
     if (workload.dtype == "float8_e4m3fn") != (workload.fp8 is not None):
-        top.defect("/fp8", workload.fp8, "descales with float8_e4m3fn, null otherwise")
+        top.defect("/fp8", top.document.get("fp8"), "descales with float8_e4m3fn, null otherwise")
     if cache is not None:
         shortest = min(*workload.seqlens_q, *workload.seqlens_k)
         if cache.append > shortest:

@@ -171,6 +171,23 @@ def tile_dropped(*, rows: Callable[[int], int], tile: Callable[[int], int]) -> P
     return prepare
 
 
+def tf32_products(
+    inner: Backend, workload: Workload, options: Options, tensors: Tensors
+) -> Prepared:
+    """Read float32 operands as tensor cores do in TF32: 10 bits of significand, ties away."""
+    rounded = dataclasses.replace(
+        tensors, q=tensors.q.clone(), k=tensors.k.clone(), v=tensors.v.clone()
+    )
+
+    def refresh() -> None:
+        for name in ("q", "k", "v"):
+            bits = getattr(tensors, name).contiguous().view(torch.int32)
+            coarse = bits.add(1 << 12).bitwise_and_(-(1 << 13)).view(torch.float32)
+            getattr(rounded, name).copy_(coarse)
+
+    return Patched(inner.prepare(workload, options, rounded), before=refresh)
+
+
 def k_heads_interleaved(
     inner: Backend, workload: Workload, options: Options, tensors: Tensors
 ) -> Prepared:

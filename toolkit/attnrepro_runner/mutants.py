@@ -109,6 +109,8 @@ def workload_of(kind: str, length: int) -> Workload:
             "cache": {"kind": "paged", "page_size": 64, "append": 1},
         },
         "training": {"phase": "forward_backward", "seqlen_q": min(rows, _TRAINING_ROWS)},
+        "float32": few | {"phase": "forward_backward", "dtype": "float32"},
+        "steep float32": few | {"phase": "forward_backward", "dtype": "float32", "scale": 1.25},
         "dropout": few | {"phase": "forward_backward", "dropout": {"p": 0.1, "seed": 7}},
     }
     return Workload.parse(document | changes[kind])
@@ -130,6 +132,8 @@ def cases() -> tuple[Case, ...]:
             ("softcap", "eager"),
             ("decode", "eager"),
             ("training", "eager"),
+            ("float32", "sdpa.flash"),
+            ("steep float32", "sdpa.flash"),
         )
     ]
     controls.append(
@@ -163,6 +167,8 @@ def cases() -> tuple[Case, ...]:
         ("stale output", "causal", "sdpa.flash", mutantbackends.stale),
         ("dK of one tile lost", "training", "eager", mutantbackends.answered(_dk_lost)),
         ("dQ added twice", "training", "eager", mutantbackends.answered(_dq_twice)),
+        ("TF32 products", "float32", "sdpa.flash", mutantbackends.tf32_products),
+        ("TF32 products, steep", "steep float32", "sdpa.flash", mutantbackends.tf32_products),
     )
     mutants = [
         Case(

@@ -16,6 +16,7 @@ import torch
 
 from attnrepro_runner import views
 from attnrepro_runner.groups import query_pairs, shape_of
+from attnrepro_runner.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,8 +79,8 @@ class GroupResult:
     """(groups, seqlen_k, head_dim), summed over a group's heads."""
     dv: torch.Tensor | None
     terms: dict[str, torch.Tensor]
-    """Largest term of the sums of lse and dq (groups * heads, rows) and dk (groups, seqlen_k): what
-    a result that cancels keeps the rounding of. In float64 only."""
+    """Largest term of the sums of lse and dq (groups * heads, rows) and dk (groups, seqlen_k), and
+    of out and dv where they count: see terms.py. In float64 only."""
 
 
 def attend(
@@ -165,8 +166,7 @@ class _Batch:
         self.dk = self.dv = None
         if self.grad_out is not None:
             self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        self.terms_dq: list[torch.Tensor] = []
-        self.terms_dk = self.k.new_zeros(self.k.shape[:2])
+        self.terms = Terms(workload, self.q, self.k, self.factor) if precision is HIGH else None
 
     def run(self, blocks: Sequence[range] | None) -> GroupResult:
         parts = [self.tile(rows) for whole in self.ranges(blocks) for rows in self.split(whole)]
@@ -185,20 +185,10 @@ class _Batch:
             else torch.zeros_like(self.q),
             dk=None if self.dk is None else _round(self.dk, rounded),
             dv=None if self.dv is None else _round(self.dv, rounded),
-            terms=self.terms(rows) if self.precision is HIGH and parts else {},
+            terms=self.terms.result(rows, backward=self.grad_out is not None)
+            if self.terms is not None and parts
+            else {},
         )
-
-    def terms(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        q = self.q if len(rows) == self.q.shape[2] else self.q[:, :, rows.to(self.device)]
-        terms = {"lse": q.norm(dim=-1) * _greatest(self.k.norm(dim=-1))}
-        if self.grad_out is not None:
-            terms["dq"] = torch.cat(self.terms_dq, dim=2) * _greatest(self.k)
-            terms["dk"] = self.terms_dk[:, None] * _greatest(self.q)
-        # Heads, or the one KV head, follow each other.
-        found = {name: (self.factor * x).flatten(0, 1) for name, x in terms.items()}
-        if self.workload.softcap is not None:
-            found["lse"].clamp_max_(self.workload.softcap)
-        return found
 
     def ranges(self, blocks: Sequence[range] | None) -> Sequence[range]:
         if blocks is None:
@@ -240,7 +230,8 @@ class _Batch:
         if not keys:
             out = q.new_zeros((*shape, self.v.shape[-1]))
             lse = q.new_full(shape, -torch.inf)
-            self.terms_dq.append(torch.zeros_like(lse))
+            if self.terms is not None:
+                self.terms.skip(len(rows))
             return rows, out, lse, torch.zeros_like(q)
         # Products take the rows of all heads of a group at once.
         q = q.flatten(1, 2)
@@ -266,6 +257,8 @@ class _Batch:
         kept = self.kept(rows, keys)
         used = weights if kept is None else weights * kept
         used = _round(used, self.precision.weights)
+        if self.terms is not None:
+            self.terms.add_forward(rows, used, divisor, v)
         out = (used.flatten(1, 2) @ v).div_(divisor.flatten(1, 2))
         if self.value_factor is not None:
             out *= self.value_factor
@@ -276,7 +269,7 @@ class _Batch:
         # As every fused backward: weights come anew from the logits and the LSE.
         shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         weights = self.exponential(scores.sub_(shift))
-        dq = self.backward(q, k, v, keys, weights, kept, ratio, out, grad_out)
+        dq = self.backward(q, k, v, rows, keys, weights, kept, ratio, out, grad_out)
         return rows, out.view(*shape, -1), lse, dq.view(*shape, -1)
 
     def backward(
@@ -284,6 +277,7 @@ class _Batch:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        rows: range,
         keys: range,
         weights: torch.Tensor,
         kept: torch.Tensor | None,
@@ -303,21 +297,13 @@ class _Batch:
         grad = (grad_out @ v.mT).view(weights.shape)
         if kept is not None:
             grad *= kept
-        if self.precision is HIGH:
-            # dO.v and its row's mean cancel in dS, each with the rounding of its own products:
-            # with one key dS is 0, and what a kernel leaves of it is an ulp of |dO||v|.
-            bound = grad_out.norm(dim=-1).view(*weights.shape[:3], 1)
-            bound = bound * v.norm(dim=-1)[:, None, None]
-            if kept is not None:
-                bound *= kept
-            terms = bound.mul_(weights)
-            self.terms_dq.append(terms.amax(-1))
-            part = self.terms_dk[:, keys.start : keys.stop]
-            torch.maximum(part, terms.amax((1, 2)), out=part)
         grad -= (grad_out * out).sum(-1).view(*weights.shape[:3], 1)
         grad *= weights
         if ratio is not None:
             grad *= 1 - ratio.square()
+        if self.terms is not None:
+            each = grad_out.view(*weights.shape[:3], -1)
+            self.terms.add_backward(rows, keys, used, v, grad, each)
         grad = _round(grad, self.precision.weights).flatten(1, 2)
         self.dk[:, keys.start : keys.stop] += (grad.mT @ q).mul_(self.factor)
         return (grad @ k).mul_(self.factor)
@@ -356,14 +342,6 @@ class _Batch:
 
     def arange(self, values: range) -> torch.Tensor:
         return torch.arange(values.start, values.stop, device=self.device)
-
-
-def _greatest(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each group, (groups, 1, 1)."""
-    flat = x.flatten(1)
-    if not flat.shape[1]:
-        return x.new_zeros((len(x), 1, 1))
-    return flat.abs().amax(1)[:, None, None]
 
 
 def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

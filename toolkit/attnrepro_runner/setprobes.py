@@ -13,7 +13,6 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,7 +86,7 @@ def probe_values(bench: ProbeBench, repeats: int) -> tuple[SetProbe, Outputs]:
     expected = {}
     for b, h in observed:
         number = b * workload.heads_kv + workload.kv_head(h)
-        mask = _attended(workload, b)
+        mask = views.attended(workload, b)
         expected[b, h] = _mark_empty(torch.where(mask, number, _NOTHING), workload, b)
     return compare(expected, observed), outputs
 
@@ -131,7 +130,7 @@ def probe_count(bench: ProbeBench, outputs: Outputs, empty_row_lse: float) -> Se
     lse = outputs.lse.to("cpu", torch.float64)
     expected, observed = {}, {}
     for b in range(workload.batch):
-        mask = _attended(workload, b)
+        mask = views.attended(workload, b)
         count = mask.sum(-1)
         for h in range(workload.heads_q):
             effective = mask.double()
@@ -182,20 +181,10 @@ def _sources(found: torch.Tensor, workload: Workload, b: int) -> torch.Tensor:
     count = present.sum(-1, keepdim=True).clamp_min(1)
     if workload.dropout is not None:
         # Dropped weights still count in the softmax.
-        count = _attended(workload, b).sum(-1, keepdim=True).clamp_min(1)
+        count = views.attended(workload, b).sum(-1, keepdim=True).clamp_min(1)
     amount = torch.where(present, found.nan_to_num(1.0) * count / kept, 1.0)
     number = amount.log2().round().long() - _FIRST_EXPONENT
     return torch.where(missing, _NAN, torch.where(present, number, _NOTHING))
-
-
-@lru_cache(maxsize=16)
-def _attended(workload: Workload, b: int) -> torch.Tensor:
-    """Return the mask of one sequence from `key_range`, bool (seqlen_q, seqlen_k)."""
-    mask = torch.zeros((workload.seqlens_q[b], workload.seqlens_k[b]), dtype=torch.bool)
-    for i in range(workload.seqlens_q[b]):
-        lo, hi = workload.key_range(b, i)
-        mask[i, lo:hi] = True
-    return mask
 
 
 def _mark_empty(expected: torch.Tensor, workload: Workload, b: int) -> torch.Tensor:
@@ -219,7 +208,7 @@ def _asked(workload: Workload, pattern: torch.Tensor, b: int, h: int) -> torch.T
     """Keys that a query for one bit attends most: those that have it, or all where none has."""
     start = views.starts(workload.seqlens_k)
     bit = pattern[start[b] : start[b + 1], workload.kv_head(h)].cpu().bool()
-    mask = _attended(workload, b)
+    mask = views.attended(workload, b)
     having = mask & bit[None, :]
     return torch.where(having.any(-1, keepdim=True), having, mask)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from attnrepro_runner import views
-from attnrepro_runner.blockrule import Rule
+from attnrepro_runner.blockrule import RUNNING_SUM, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +30,6 @@ errs by 2^-13 of itself and more. Seen on an H200 in FlashAttention-3's LSE: 2^-
 of many keys stands out, 2^-12.1 in rows of few keys, 4e-5 elsewhere."""
 _UNIT = 2.0**-24
 """Unit roundoff of float32."""
-_RUNNING_SUM = 0.5
-"""Roundings of a running sum of n weights that are allowed, in sqrt(n)."""
 
 
 def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]:
@@ -78,10 +78,9 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
             _FP8_CACHE_MEAN if cached_fp8 else None,
         ),
         # An LSE is a float32 whatever is tested. Its sum of n weights is formed one tile after the
-        # other, which errs by about sqrt(n) roundings of the sum (N. J. Higham and T. Mary, A new
-        # approach to probabilistic rounding error analysis, 2019), where torch adds pairwise. Seen
-        # on an H200: 6.4e-6 at 128k keys in flash-attn-4's decode, 2.6e-6 at 32k, 1.4e-6 at 4k;
-        # half of it is allowed besides, since a key of average weight is no more at 64k keys.
+        # other, where torch adds pairwise. Seen on an H200: 6.4e-6 at 128k keys in flash-attn-4's
+        # decode, 2.6e-6 at 32k, 1.4e-6 at 4k; half of it is allowed besides, since a key of average
+        # weight is no more at 64k keys.
         "lse": rule(
             lse,
             "float32",
@@ -90,7 +89,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
                 0.0 if workload.softcap is None else _TANH,
                 0.0 if workload.fp8 is None else _FP8_LOGIT,
             ),
-            absolute=_RUNNING_SUM * _UNIT * math.sqrt(max(workload.seqlens_k, default=0)),
+            absolute=RUNNING_SUM * _UNIT * math.sqrt(max(workload.seqlens_k, default=0)),
         ),
     }
     if workload.has_backward:
@@ -107,7 +106,10 @@ def describe(found: Mapping[str, Rule]) -> str:
         for name, rule in found.items()
     ]
     text = f"two_reference per {found['out'].block} rows; " + "; ".join(parts)
-    return f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
+    text = f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
+    if found["out"].dtype == torch.float32:
+        text += "; out, dq, dk, dv: + as much of that term times its logit's roundings"
+    return text
 
 
 def _mapping(accuracy: Mapping[str, object], name: str) -> dict[str, int]:

@@ -30,6 +30,16 @@ DTYPES = {
 }
 
 
+@lru_cache(maxsize=16)
+def attended(workload: Workload, b: int) -> torch.Tensor:
+    """Return which keys each query of a sequence attends: bool (seqlen_q, seqlen_k), to be read."""
+    found = torch.zeros((workload.seqlens_q[b], workload.seqlens_k[b]), dtype=torch.bool)
+    for i in range(workload.seqlens_q[b]):
+        lo, hi = workload.key_range(b, i)
+        found[i, lo:hi] = True
+    return found
+
+
 def query_rows(tensor: torch.Tensor, workload: Workload, b: int, h: int) -> torch.Tensor:
     """Return the (seqlen_q, width) view of one sequence and query head of q, out, dq or dO."""
     return _dense(tensor, workload, _starts(workload.seqlens_q), b, h)

@@ -216,7 +216,7 @@ class FakeGpu:
             time_ns=1,
             sm_clock_mhz=1980,
             memory_clock_mhz=None,
-            power_mw=700_000,
+            power_mw=700_000 if whole else None,
             temperature_c=60,
             memory_temperature_c=None,
             utilization_percent=100 if whole else None,
@@ -242,14 +242,15 @@ class FakeGpu:
 def test_a_gpus_state_is_columns() -> None:
     gpu = FakeGpu()
     source = AcceleratorSource(gpu)
-    rows = [dict(zip(source.columns, source.read(), strict=True)) for _ in range(26)]
+    rows = [dict(zip(source.columns, source.read(), strict=True)) for _ in range(101)]
     assert rows[0]["sm_clock_mhz"] == 1980
     assert rows[0]["memory_clock_mhz"] is None
     assert rows[0]["throttle"] == "software_power_cap software_thermal"
-    assert [rows[n]["other_processes"] for n in (0, 24, 25)] == [1, 1, 2]
-    # The counter's reading is slow, so that it is there once a second.
-    assert [rows[n]["energy_mj"] for n in (0, 1, 24, 25)] == [5, None, None, 10]
-    assert [n for n in range(12) if rows[n]["utilization_percent"] is not None] == [0, 5, 10]
+    assert [rows[n]["other_processes"] for n in (0, 19, 20)] == [1, 1, 2]
+    # The counter's reading is slow, so that it is there once in five seconds.
+    assert [n for n in range(101) if rows[n]["energy_mj"] is not None] == [0, 100]
+    for slow in ("power_mw", "utilization_percent"):
+        assert [n for n in range(21) if rows[n][slow] is not None] == [0, 10, 20]
 
 
 def test_the_preflight_executes_a_file(tmp_path: Path) -> None:

@@ -79,12 +79,12 @@ class AcceleratorSample:
     time_ns: int
     """Monotonic clock, as the samples of the timings."""
     sm_clock_mhz: int | None
-    power_mw: int | None
     temperature_c: int | None
     throttle: tuple[str, ...] | None
     """Neutral names of the reasons that lower the clocks now; empty is none."""
     throttle_raw: int | None
     """The library's own bits, where it has bits."""
+    power_mw: int | None = None
     memory_clock_mhz: int | None = None
     memory_temperature_c: int | None = None
     utilization_percent: int | None = None
@@ -106,7 +106,7 @@ class Accelerator(Protocol):
         """Read its state now; a value that fails is null.
 
         Args:
-            whole: with the values that no rule needs; else clock, power, temperature, throttling.
+            whole: with the values that no rule needs; else clock, temperature, throttling.
 
         Raises:
             AcceleratorUnavailable: the device itself is gone.

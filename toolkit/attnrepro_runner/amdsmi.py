@@ -164,7 +164,6 @@ class AmdsmiDevice:
         sample = AcceleratorSample(
             time_ns=now,
             sm_clock_mhz=read.integer("sm_clock", lambda: self._clock("GFX")["clk"]),
-            power_mw=self._power(read),
             temperature_c=read.integer("temperature", lambda: self._temperature("HOTSPOT")),
             throttle=throttle,
             throttle_raw=raw,
@@ -179,6 +178,7 @@ class AmdsmiDevice:
         if whole:
             sample = replace(
                 sample,
+                power_mw=self._power(read),
                 memory_clock_mhz=read.integer("mem_clock", lambda: self._clock("MEM")["clk"]),
                 memory_temperature_c=read.integer(
                     "mem_temperature", lambda: self._temperature("VRAM")

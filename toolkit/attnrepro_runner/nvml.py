@@ -153,7 +153,6 @@ class NvmlDevice:
         found = AcceleratorSample(
             time_ns=now,
             sm_clock_mhz=clock,
-            power_mw=read.integer("power", self._get("nvmlDeviceGetPowerUsage")),
             temperature_c=read.integer(
                 "temperature", self._get("nvmlDeviceGetTemperature", _TEMPERATURE_GPU)
             ),
@@ -165,6 +164,7 @@ class NvmlDevice:
         usage = read("utilization", self._get("nvmlDeviceGetUtilizationRates"))
         return replace(
             found,
+            power_mw=read.integer("power", self._get("nvmlDeviceGetPowerUsage")),
             memory_clock_mhz=read.integer("mem_clock", self._get("nvmlDeviceGetClockInfo", _MEM)),
             memory_temperature_c=read.integer("memory_temperature", self._memory_temperature),
             utilization_percent=cast("int | None", getattr(usage, "gpu", None)),

@@ -1,4 +1,4 @@
-"""A series of the machine's state through a task: load, stolen time, frequency, at 25 Hz.
+"""A series of the machine's state through a task: load, stolen time, frequency, 20 times a second.
 
 It is read in the coordinator, which waits while a worker measures. A source is anything with
 columns; a GPU's is another one.
@@ -7,6 +7,7 @@ columns; a GPU's is another one.
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
     from attnrepro_runner.conditions import Conditions
 
-PERIOD_S: Final = 0.04
+PERIOD_S: Final = 0.048
 ROWS_LIMIT: Final = 500_000
-"""Rows kept of a task: 5.5 hours at 25 Hz, 170 MB of a GPU's. Readings go on at 25 Hz however long
-the task is; beyond the limit every second row of the older half is dropped, so that at least the
-last 2.7 hours, and with them every cell's own time, are whole. Each row has its time, and the
+"""Rows kept of a task: 6.6 hours, 170 MB of a GPU's. Readings go on as fast however long the
+task is; beyond the limit every second row of the older half is dropped, so that at least the
+last 3.3 hours, and with them every cell's own time, are whole. Each row has its time, and the
 number of rows that were dropped is in the document."""
 
 Value = int | str | None
@@ -104,7 +105,7 @@ class Recorder:
         self._rows: list[list[Value]] = []
         self._errors: list[str] = []
         self._dropped = 0
-        self.busy_ns = 0
+        self.busy_ns = self.cpu_ns = 0
         self.lost: str | None = None
         """Why the device is gone; None while it answers."""
 
@@ -121,13 +122,18 @@ class Recorder:
         self._ended = elapsed_ns()
 
     def document(self) -> dict[str, object]:
-        """Return the series: columns, rows in time order, what reading cost."""
+        """Return the series: columns, rows in time order, what reading cost.
+
+        `busy_ns` is the time in which a reading was under way, `cpu_ns` this thread's own processor
+        time in it: a driver's query mostly waits for the device.
+        """
         return {
             "schema": "attnrepro.telemetry/1",
             "began_ns": self._began,
             "ended_ns": self._ended,
             "period_ns": self._period_ns,
             "busy_ns": self.busy_ns,
+            "cpu_ns": self.cpu_ns,
             "columns": ["elapsed_ns", *(c for s in self._sources for c in s.columns)],
             "rows": self._rows,
             "dropped": self._dropped,
@@ -170,6 +176,7 @@ class Recorder:
             self._keep(row)
             ended = elapsed_ns()
             self.busy_ns += ended - began
+            self.cpu_ns = time.thread_time_ns()
             due = max(due + self._period_ns, ended)
             self._stop.wait((due - ended) / 1e9)
 

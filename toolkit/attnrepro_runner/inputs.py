@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -179,7 +180,7 @@ def rewrite(workload: Workload, tensors: Tensors, packed: Mapping[str, torch.Ten
 def digests(tensors: Tensors) -> dict[str, str]:
     """Return the SHA-256 of every tensor given, by its name."""
     named = ((f.name, getattr(tensors, f.name)) for f in dataclasses.fields(tensors))
-    return {name: digest(tensor) for name, tensor in named if tensor is not None}
+    return digest_all({name: tensor for name, tensor in named if tensor is not None})
 
 
 def unchanging(workload: Workload, tensors: Tensors) -> dict[str, tuple[int, int]]:
@@ -241,6 +242,12 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
         sums[1] += (bits.square().add_(bits) * weight.mul_(_ODD)).sum()
     low, high = sums.tolist()
     return low, high
+
+
+def digest_all(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return `digest` of each: several at once, since one core hashes 0.8 GB/s (an H200's host)."""
+    with ThreadPoolExecutor(max_workers=max(1, len(named))) as pool:
+        return dict(zip(named, pool.map(digest, named.values()), strict=True))
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,7 @@ class Queued(ReferenceBackend):
         self.wait = wait
         self.aside = aside
         self.joined = joined
+        self.keeps_lse = True
 
     def prepare(self, workload: Workload, options: Any, tensors: Tensors) -> Prepared:
         return OnDevice(super().prepare(workload, options, tensors), self)
@@ -55,7 +57,8 @@ class OnDevice:
             device.launch_aside(self.backend.aside, joined=self.backend.joined)
         if self.backend.wait:
             device.synchronize()
-        return self.prepared.step()
+        found = self.prepared.step()
+        return found if self.backend.keeps_lse else dataclasses.replace(found, lse=None)
 
     backward_step = step
 
@@ -142,6 +145,18 @@ def test_work_beside_the_op_clocks_stream_is_invalid(
         assert report.reason == (
             "clock op saw 10000 of 50000 ns of the call's kernels: work ran on another stream"
         )
+
+
+def test_an_lse_that_vanishes_after_the_check_is_incorrect(queue: FakeDevice) -> None:
+    backend = Queued(queue)
+    cell, report, _ = open_cell(backend, ["op"], queue)
+    assert report.status is Status.PASS
+    assert "lse" in report.parts["oracle_before"]["tensors"]  # type: ignore[index]
+    backend.keeps_lse = False
+    report = Report(lambda place: None)
+    cell.close(report)
+    assert report.status is Status.INCORRECT
+    assert str(report.reason).endswith("lse no longer returned")
 
 
 def test_an_op_clock_whose_kernels_cannot_be_seen_is_inconclusive(

@@ -87,6 +87,7 @@ class MeasuredCell:
         self._repeated: dict[str, int] = {}
         self._taken: dict[str, list[int]] = {}
         self._warmup: dict[str, object] = {}
+        self._judged: set[str] = set()
 
     def open(self, report: Report) -> dict[str, int]:
         """Check, warm up; return the clocks that can be read, with the calls of one sample.
@@ -199,6 +200,11 @@ class MeasuredCell:
                 report.judge(part, found)
             elif not found.ok:
                 report.demand(Status(found.status()), f"inputs {stream + n}: {found.reason()}")
+            # An LSE need not be there; one that was is part of the work that is timed.
+            if missing := self._judged - found.tensors.keys():
+                reason = f"inputs {stream + n}: {', '.join(sorted(missing))} no longer returned"
+                report.demand(Status.INCORRECT, reason)
+            self._judged |= found.tensors.keys()
             if part == "oracle_before":  # later, the forward that is kept is of other inputs
                 stages.judge_backward(subject, workload, tensors, prepared, outputs, judge, report)
             if report.status in STOPS_MEASURING:

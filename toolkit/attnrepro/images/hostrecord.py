@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 STACK: Final = "host-torch"
 REVISION: Final = "r1"
 TWIN: Final = "cuda13.0-torch2.11-fa4"
-_CLAIMS: Final = {
-    "fa3-fwd": "fa3-fwd-{version}",
-    "flash-attn": "flash-attn-2.8.3-cuda",
-    "flash-attn-4": "flash-attn-4-{version}",
-    "flashinfer-python": "flashinfer-python",
-    "nvidia-cudnn-frontend": "cudnn-frontend-1.x",
-}
-"""Distribution to the release's file in images/claims."""
+_CLAIMS: Final = (
+    ("fa3-fwd", "0.0.3", "fa3-fwd-0.0.3"),
+    ("flash-attn", "2.8.3", "flash-attn-2.8.3-cuda"),
+    ("flash-attn", "2.8.3.post2", "flash-attn-2.8.3-cuda"),
+    ("flash-attn-4", "4.0.0b36", "flash-attn-4-4.0.0b36"),
+    ("flashinfer-python", "0.7.4", "flashinfer-python"),
+    ("nvidia-cudnn-frontend", "1.32.0", "cudnn-frontend-1.x"),
+)
+"""Distribution, version, and that release's file in images/claims; other versions claim nothing."""
 
 
 _NAME: Final = re.compile(r"host-torch(-[a-z0-9]{1,40}(\.[a-z0-9]{1,10}){0,4})?")
@@ -168,7 +169,11 @@ def _claims(versions: Mapping[str, str]) -> list[str]:
     """Names of the releases in images/claims that this environment holds."""
     cuda = ".".join(versions.get("nvidia-cuda-runtime", "").split(".")[:2])
     names = [f"torch-{versions['torch'].split('+')[0]}-cuda{cuda}"]
-    names += [n.format(version=versions[d]) for d, n in _CLAIMS.items() if d in versions]
+    names += [
+        name
+        for distribution, version, name in _CLAIMS
+        if versions.get(distribution, "").partition("+")[0] == version
+    ]
     return [name for name in names if (images_dir() / "claims" / f"{name}.json").is_file()]
 
 

@@ -84,7 +84,7 @@ _FROM_CACHE: Final = 0.1
 """Part of that which a call still takes once the run's caches hold its code."""
 _AGAIN: Final = 64
 """(sequence, head) pairs that the oracle reads at most round timing, and scores of a GPU's."""
-_SCORES_AGAIN: Final = 1 << 30
+_SCORES_AGAIN: Final = 1 << 28
 _MODEL_SECONDS: Final = 4.0
 """What a request model takes in each launch: weights, textbook attention's output, its stages."""
 _LOOK: Final = 2

@@ -8,7 +8,7 @@ that of the running sum of its head_dim products. In bfloat16 and float16 that i
 the weight's rounding; in float32 it is most of the error where logits reach tens. The `low`
 computation does not show all of it, as its LSE comes from the very logits that its backward takes,
 where a fused backward forms them anew and subtracts the forward's LSE: by the low computation alone
-torch 2.13's CPU kernels, which are honest, were up to 4 times (sdpa.math, out) and 8,000 times
+torch 2.13's CPU kernels, which are honest, were up to 8 times (sdpa.math, out) and 10,000 times
 (sdpa.flash, dv) over the limit at logits of tens to hundreds.
 """
 

@@ -169,7 +169,7 @@ class AmdsmiDevice:
             throttle_raw=raw,
         )
         values = (value for name, value in sample.to_dict().items() if name != "time_ns")
-        if any(value is not None for value in values):
+        if any(value is not None for value in values) or self._power(read) is not None:
             self._answered, self._silences = True, 0
         elif self._answered:
             self._silences += 1

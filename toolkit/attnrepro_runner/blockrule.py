@@ -25,7 +25,7 @@ _FORMATS = {
     torch.float8_e4m3fn: (4, -6),
 }
 
-_TERM_ULPS = 2
+TERM_ULPS = 2
 RUNNING_SUM = 0.5
 """Roundings that a running sum of n terms may be off, in sqrt(n): it errs by about sqrt(n) of them
 (N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, 2019)."""
@@ -113,7 +113,7 @@ class Expected:
         unit = ulp(size, rule.dtype)
         slack = rule.ulps * unit + rule.absolute
         if terms is not None:
-            allowed = _TERM_ULPS * ulp(terms, torch.float32) + rule.of_terms * terms
+            allowed = TERM_ULPS * ulp(terms, torch.float32) + rule.of_terms * terms
             slack += _greatest(allowed, rule.block)
         mean_limit = None
         if rule.mean_multiplier is not None:

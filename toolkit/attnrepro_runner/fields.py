@@ -35,7 +35,7 @@ class Defect:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        text = json.dumps(self.found)
+        text = json.dumps(self.found, default=repr)
         text = text if len(text) <= 80 else text[:77] + "..."
         return f"{self.pointer}: found {text}; allowed: {self.allowed}"
 

@@ -180,7 +180,7 @@ class Oracle:
         for n, batch in enumerate(self._batches):
             self._judge(outputs, tallies, batch, self._reference(n), empty_row_lse)
         return OracleReport(
-            rule=tolerances.describe(self.rules),
+            rule=tolerances.describe(self.workload, self.rules),
             tensors=tallies,
             guards_intact=intact,
             poison=poison,

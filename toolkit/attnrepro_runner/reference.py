@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     KeepMask = Callable[[int, int], torch.Tensor]
     """(sequence, query head) to bool (seqlen_q, seqlen_k): which weights dropout kept."""
 
-# Scores of a tile; about five tensors of this size are alive at once.
+# Scores of a tile; five tensors of this size are alive at once, eight of a float32 workload.
 _TILE_CPU = 1 << 22
 _TILE_GPU = 1 << 27
 
@@ -166,7 +166,9 @@ class _Batch:
         self.dk = self.dv = None
         if self.grad_out is not None:
             self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        self.terms = Terms(workload, self.q, self.k, self.factor) if precision is HIGH else None
+        self.terms = (
+            Terms(workload, self.q, self.k, self.v, self.factor) if precision is HIGH else None
+        )
 
     def run(self, blocks: Sequence[range] | None) -> GroupResult:
         parts = [self.tile(rows) for whole in self.ranges(blocks) for rows in self.split(whole)]
@@ -185,7 +187,12 @@ class _Batch:
             else torch.zeros_like(self.q),
             dk=None if self.dk is None else _round(self.dk, rounded),
             dv=None if self.dv is None else _round(self.dv, rounded),
-            terms=self.terms.result(rows, backward=self.grad_out is not None)
+            terms=self.terms.result(
+                rows,
+                None if self.grad_out is None else torch.cat([part[3] for part in parts], dim=2),
+                self.dk,
+                self.dv,
+            )
             if self.terms is not None and parts
             else {},
         )
@@ -257,9 +264,12 @@ class _Batch:
         kept = self.kept(rows, keys)
         used = weights if kept is None else weights * kept
         used = _round(used, self.precision.weights)
+        opened = None
         if self.terms is not None:
-            self.terms.add_forward(rows, used, divisor, v)
+            opened = self.terms.opened(rows, keys, scores, ratio, weights / divisor)
         out = (used.flatten(1, 2) @ v).div_(divisor.flatten(1, 2))
+        if self.terms is not None:
+            self.terms.add_forward(keys, opened, used / divisor, out.view(*shape, -1))
         if self.value_factor is not None:
             out *= self.value_factor
         out = _round(out, self.precision.out)
@@ -269,7 +279,7 @@ class _Batch:
         # As every fused backward: weights come anew from the logits and the LSE.
         shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         weights = self.exponential(scores.sub_(shift))
-        dq = self.backward(q, k, v, rows, keys, weights, kept, ratio, out, grad_out)
+        dq = self.backward(q, k, v, rows, keys, weights, kept, ratio, out, grad_out, opened)
         return rows, out.view(*shape, -1), lse, dq.view(*shape, -1)
 
     def backward(
@@ -284,6 +294,7 @@ class _Batch:
         ratio: torch.Tensor | None,
         out: torch.Tensor,
         grad_out: torch.Tensor,
+        opened: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return dq of a tile; add to dk and dv.
 
@@ -299,11 +310,11 @@ class _Batch:
             grad *= kept
         grad -= (grad_out * out).sum(-1).view(*weights.shape[:3], 1)
         grad *= weights
+        if self.terms is not None:
+            each = (x.view(*weights.shape[:3], -1) for x in (out, grad_out))
+            self.terms.add_backward(rows, keys, opened, used, grad, ratio, *each)
         if ratio is not None:
             grad *= 1 - ratio.square()
-        if self.terms is not None:
-            each = grad_out.view(*weights.shape[:3], -1)
-            self.terms.add_backward(rows, keys, used, v, grad, each)
         grad = _round(grad, self.precision.weights).flatten(1, 2)
         self.dk[:, keys.start : keys.stop] += (grad.mT @ q).mul_(self.factor)
         return (grad @ k).mul_(self.factor)

@@ -1,35 +1,53 @@
-"""The largest terms of the sums that attention forms: what a float32 kernel may leave of each.
+"""What a kernel's float32 sums may leave of their terms, besides what rounding to the dtype costs.
 
 A result that is small because large terms cancel keeps the rounding of those terms: with one key dQ
-is 0, and what a kernel leaves of it is a unit in the last place of |dO||V||K|.
+is 0, and what a kernel leaves of it is a unit in the last place of |dO||V||K|. This is of every
+dtype; the rest is of float32 alone, since a narrower dtype rounds weights and results by far more.
 
-And a weight is off in proportion by what its float32 logit is off: the logit's own rounding and
-that of the running sum of its head_dim products. In bfloat16 and float16 that is nothing beside
-the weight's rounding; in float32 it is most of the error where logits reach tens. The `low`
-computation does not show all of it, as its LSE comes from the very logits that its backward takes,
-where a fused backward forms them anew and subtracts the forward's LSE: by the low computation alone
-torch 2.13's CPU kernels, which are honest, were up to 8 times (sdpa.math, out) and 10,000 times
-(sdpa.flash, dv) over the limit at logits of tens to hundreds.
+A weight is off in proportion by what its float32 logit is off: the rounding of the running sum of
+its head_dim products, of the logit itself, and of the LSE, which has its logits' errors. The `low`
+computation shows little of it, as its LSE comes from the very logits that its backward takes, where
+a fused backward forms them anew. By the low computation alone torch 2.13's CPU kernels, which are
+honest, were up to 8 times (sdpa.math, out) and 10,000 times (sdpa.flash, dv) over the limit at
+logits of tens to hundreds. Errors of different weights are independent, so that a sum has the root
+of the sum of their squares; what all terms of a row share (the mean of dO.V that is subtracted from
+each) counts in full. And a running sum of n terms is off by RUNNING_SUM sqrt(n) of its roundings,
+where torch's products add in blocks.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from attnrepro_runner.blockrule import RUNNING_SUM
+from attnrepro_runner.blockrule import RUNNING_SUM, TERM_ULPS
 
 if TYPE_CHECKING:
     from attnrepro_runner.semantics import Workload
+
+_SEEN: Final = 0.25
+"""Part of 1 + RUNNING_SUM sqrt(head_dim) roundings of a logit that is allowed, for each ulp of
+TERM_ULPS. With it torch's honest CPU kernels stay below 0.8 of the limit; with 0.2 some fail."""
+_FORWARD: Final = 0.3
+"""Part of that in a forward, which forms a logit once: the low computation shows the rest."""
+_ALIKE: Final = 2
+"""A sum of like terms, which grows with each, is off by more than one of terms that cancel."""
+_UNITS: Final = 1.5 * TERM_ULPS
+"""Roundings (2^-24) that TERM_ULPS units in the last place are, between 1 and 2 each."""
 
 
 class Terms:
     """Collects them, one tile of query rows after the other, in float64."""
 
     def __init__(
-        self, workload: Workload, q: torch.Tensor, k: torch.Tensor, factor: float | torch.Tensor
+        self,
+        workload: Workload,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        factor: float | torch.Tensor,
     ) -> None:
         """Begin.
 
@@ -37,25 +55,22 @@ class Terms:
             workload: the semantics.
             q: (groups, heads, seqlen_q, head_dim).
             k: (groups, seqlen_k, head_dim).
+            v: (groups, seqlen_k, head_dim_v).
             factor: of the logits, a number or (groups, 1, 1).
 
         """
-        self.workload, self.factor = workload, factor
-        self.q, self.k = q, k
-        self.k_norm = _greatest(k.norm(dim=-1))
-        # How many roundings of a logit of that size, and so of each weight; see the module.
-        self.roundings = (
-            1 + RUNNING_SUM * math.sqrt(workload.head_dim) if workload.dtype == "float32" else None
+        self.q, self.k, self.factor = q, k, factor
+        self.cap = workload.softcap
+        self.k_norms, self.v_largest = k.norm(dim=-1), v.abs().amax(-1)
+        self.v_norms = v.norm(dim=-1)
+        self.is_float32 = workload.dtype == "float32"
+        self.of_logit = 1 + RUNNING_SUM * math.sqrt(workload.head_dim)
+        self.over_keys, self.over_rows = (
+            RUNNING_SUM * math.sqrt(n) / _UNITS for n in (k.shape[1], q.shape[1] * q.shape[2])
         )
         self._out: list[torch.Tensor] = []
         self._dq: list[torch.Tensor] = []
         self._dk, self._dv = k.new_zeros(k.shape[:2]), k.new_zeros(k.shape[:2])
-
-    def logits(self, q: torch.Tensor) -> torch.Tensor:
-        """Bound the magnitude of the logits of rows: (…, rows, head_dim) to (…, rows)."""
-        bound: torch.Tensor = q.norm(dim=-1) * self.k_norm * self.factor
-        cap = self.workload.softcap
-        return bound if cap is None else bound.clamp_max_(cap)
 
     def skip(self, count: int) -> None:
         """Add rows that attend nothing."""
@@ -63,29 +78,63 @@ class Terms:
         self._out.append(nothing)
         self._dq.append(nothing)
 
+    def opened(
+        self,
+        rows: range,
+        keys: range,
+        scores: torch.Tensor,
+        ratio: torch.Tensor | None,
+        weights: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return how many times a term its weight leaves of it; None where logits do not count.
+
+        (groups, heads, rows, keys), of a tile.
+
+        Args:
+            rows: of it.
+            keys: of it.
+            scores: its logits (groups, heads, rows, keys), -inf where masked.
+            ratio: tanh of the logits over their cap; None without one.
+            weights: normalised, without dropout.
+
+        """
+        if not self.is_float32:
+            return None
+        size = self._products(rows, keys) * self.of_logit
+        if ratio is not None:
+            size *= 1 - ratio.square()
+        size += scores.abs().masked_fill_(scores == -torch.inf, 0.0)
+        size *= _SEEN
+        size += (weights * size).sum(-1, keepdim=True)
+        # The sum of the weights, by which each is divided.
+        return size + _ALIKE * self.over_keys
+
     def add_forward(
-        self, rows: range, weights: torch.Tensor, divisor: torch.Tensor, v: torch.Tensor
+        self, keys: range, opened: torch.Tensor | None, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Add the output's terms of a tile.
 
         Args:
-            rows: of it.
-            weights: (groups, heads, rows, keys), with dropout, not normalised.
-            divisor: (groups, heads, rows, 1), which normalises them.
-            v: (groups, keys, head_dim_v).
+            keys: of it.
+            opened: of `opened`.
+            weights: (groups, heads, rows, keys), normalised, with dropout.
+            out: (groups, heads, rows, head_dim_v).
 
         """
-        if self.roundings is not None:
-            largest = (weights * v.abs().amax(-1)[:, None, None]).amax(-1)
-            self._out.append(self._open(rows) * largest / divisor.squeeze(-1))
+        if opened is not None:
+            largest = weights * self.v_largest[:, None, None, keys.start : keys.stop]
+            found = _root(largest * (_FORWARD * opened + self.over_keys), -1)
+            self._out.append(found + _ALIKE * self.over_keys * out.abs().amax(-1))
 
     def add_backward(
         self,
         rows: range,
         keys: range,
+        opened: torch.Tensor | None,
         weights: torch.Tensor,
-        v: torch.Tensor,
-        grad_logits: torch.Tensor,
+        grad: torch.Tensor,
+        ratio: torch.Tensor | None,
+        out: torch.Tensor,
         grad_out: torch.Tensor,
     ) -> None:
         """Add the gradients' terms of a tile.
@@ -93,45 +142,76 @@ class Terms:
         Args:
             rows: of it.
             keys: of it.
+            opened: of `opened`.
             weights: (groups, heads, rows, keys), normalised, with dropout.
-            v: (groups, keys, head_dim_v).
-            grad_logits: dS, of the weights' shape.
-            grad_out: (groups, heads, rows, head_dim_v).
+            grad: the gradient of the capped logits, of the same shape.
+            ratio: as of `opened`.
+            out: (groups, heads, rows, head_dim_v).
+            grad_out: of the same shape.
 
         """
         # dO.v and its row's mean cancel in dS, each with the rounding of its own products.
-        terms = grad_out.norm(dim=-1, keepdim=True) * v.norm(dim=-1)[:, None, None] * weights
-        if self.roundings is not None:
-            open_ = self._open(rows)[..., None]
-            terms += grad_logits.abs() * open_
-            _raise(self._dv, keys, weights * grad_out.abs().amax(-1, keepdim=True) * open_)
-        self._dq.append(terms.amax(-1))
-        _raise(self._dk, keys, terms)
+        norms = grad_out.norm(dim=-1, keepdim=True)
+        terms = norms * self.v_norms[:, None, None, keys.start : keys.stop] * weights
+        if opened is None:
+            self._dq.append(terms.amax(-1))
+            part = self._dk[:, keys.start : keys.stop]
+            torch.maximum(part, terms.amax((1, 2)), out=part)
+            return
+        off = grad = grad.abs()
+        if ratio is not None:
+            # 1 - tanh^2, by which dS is multiplied, is off by its own rounding and the logit's.
+            assert self.cap is not None
+            grad = grad * (1 - ratio.square())
+            inner = self._products(rows, keys) * (_SEEN * self.of_logit / self.cap)
+            terms += off + 2 * grad * ratio.abs() * inner
+        off = grad * opened
+        shared = _ALIKE * self.over_keys * norms * out.norm(dim=-1, keepdim=True)
+        shared += _root(off, -1)[..., None]
+        over_keys = terms + off + self.over_keys * grad
+        self._dq.append(_root(over_keys, -1) + (shared * weights).sum(-1))
+        over_rows = terms + off + self.over_rows * grad + shared * weights
+        self._dk[:, keys.start : keys.stop] += over_rows.square().sum((1, 2))
+        largest = weights * grad_out.abs().amax(-1, keepdim=True) * (opened + self.over_rows)
+        self._dv[:, keys.start : keys.stop] += largest.square().sum((1, 2))
 
-    def result(self, rows: torch.Tensor, *, backward: bool) -> dict[str, torch.Tensor]:
+    def result(
+        self,
+        rows: torch.Tensor,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
         """Return what GroupResult holds, of the rows that tiles were added for, in their order."""
         q = self.q if len(rows) == self.q.shape[2] else self.q[:, :, rows.to(self.q.device)]
-        found = {"lse": self.logits(q)}
-        if backward:
-            found["dq"] = torch.cat(self._dq, dim=2) * _greatest(self.k) * self.factor
-            found["dk"] = self._dk[:, None] * _greatest(self.q) * self.factor
-        if self.roundings is not None:
+        found = {"lse": q.norm(dim=-1) * _greatest(self.k_norms) * self.factor}
+        if self.cap is not None:
+            found["lse"].clamp_max_(self.cap)
+        if self.is_float32:
+            found["lse"] *= max(1.0, _SEEN * self.of_logit)
             found["out"] = torch.cat(self._out, dim=2)
-            if backward:
-                found["dv"] = self._dv[:, None]
+        if dq is not None and dk is not None and dv is not None:
+            of_keys = self._dk.sqrt() if self.is_float32 else self._dk
+            found["dq"] = torch.cat(self._dq, dim=2) * _greatest(self.k) * self.factor
+            found["dk"] = of_keys[:, None] * _greatest(self.q) * self.factor
+            if self.is_float32:
+                found["dq"] += _ALIKE * self.over_keys * dq.abs().amax(-1)
+                of_dk, of_dv = (_ALIKE * self.over_rows * x.abs().amax(-1) for x in (dk, dv))
+                found["dk"] += of_dk[:, None]
+                found["dv"] = (self._dv.sqrt() + of_dv)[:, None]
         # Heads, or the one KV head, follow each other.
         return {name: x.flatten(0, 1) for name, x in found.items()}
 
-    def _open(self, rows: range) -> torch.Tensor:
-        """Return how much larger a term counts by what its weight leaves open: (…, rows)."""
-        assert self.roundings is not None
-        return self.roundings * self.logits(self.q[:, :, rows.start : rows.stop])
+    def _products(self, rows: range, keys: range) -> torch.Tensor:
+        """Bound each logit before its cap: (groups, heads, rows, keys)."""
+        q = (self.q[:, :, rows.start : rows.stop].norm(dim=-1) * self.factor)[..., None]
+        bound: torch.Tensor = q * self.k_norms[:, None, None, keys.start : keys.stop]
+        return bound
 
 
-def _raise(bounds: torch.Tensor, keys: range, terms: torch.Tensor) -> None:
-    """Raise the bound of each key, (groups, seqlen_k), to its largest term of (…, rows, keys)."""
-    part = bounds[:, keys.start : keys.stop]
-    torch.maximum(part, terms.amax((1, 2)), out=part)
+def _root(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the root of the sum of squares."""
+    return x.square().sum(dim).sqrt_()
 
 
 def _greatest(x: torch.Tensor) -> torch.Tensor:

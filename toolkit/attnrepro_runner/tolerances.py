@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from attnrepro_runner import views
 from attnrepro_runner.blockrule import RUNNING_SUM, Rule
 
@@ -97,7 +95,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
     return found
 
 
-def describe(found: Mapping[str, Rule]) -> str:
+def describe(workload: Workload, found: Mapping[str, Rule]) -> str:
     """Say the rules in one line, for the record."""
     parts = [
         f"{name}: m={rule.multiplier:g} c={rule.ulps} ulp({str(rule.dtype)[6:]})"
@@ -106,10 +104,9 @@ def describe(found: Mapping[str, Rule]) -> str:
         for name, rule in found.items()
     ]
     text = f"two_reference per {found['out'].block} rows; " + "; ".join(parts)
-    text = f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
-    if found["out"].dtype == torch.float32:
-        text += "; out, dq, dk, dv: + as much of that term times its logit's roundings"
-    return text
+    if workload.dtype == "float32":
+        return f"{text}; + 2 ulp(float32) of what logits and running sums leave of the terms summed"
+    return f"{text}; lse, dq, dk: + 2 ulp(float32) of the largest term summed"
 
 
 def _mapping(accuracy: Mapping[str, object], name: str) -> dict[str, int]:

@@ -219,6 +219,7 @@ def test_all_defects_at_once() -> None:
         ({"phase": "decode", "dropout": {"p": 0.5, "seed": 1}}, "/dropout"),
         ({"dropout": {"p": 1.0, "seed": 1}}, "/dropout/p"),
         ({"dropout": {"p": 0.5, "seed": -1}}, "/dropout/seed"),
+        ({"dropout": {"p": 0.5, "seed": "9" * 5000}}, "/dropout/seed"),
         ({"dropout": {"p": 0.5}}, "/dropout/seed"),
         ({"scale": 0}, "/scale"),
         ({"scale": float("nan")}, "/scale"),

@@ -162,7 +162,8 @@ class Reader:
     def seed(self, key: str, default: int | None) -> int:
         """Read an unsigned 64-bit integer, a decimal string beyond 2^53 - 1."""
         value = self.document.get(key, default)
-        if isinstance(value, str) and value.isascii() and value.isdigit():
+        # Longer ones are no 64-bit integer, and Python reads no digits without end.
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
             self.defect(f"/{key}", value, "an unsigned 64-bit integer, as a string from 2^53")

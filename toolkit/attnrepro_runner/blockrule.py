@@ -26,6 +26,7 @@ _FORMATS = {
 }
 
 TERM_ULPS = 2
+"""Units in the last place of float32, of a term of a sum, that what is summed may be off."""
 RUNNING_SUM = 0.5
 """Roundings that a running sum of n terms may be off, in sqrt(n): it errs by about sqrt(n) of them
 (N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, 2019)."""
@@ -54,6 +55,8 @@ class Rule:
     """Where given, also mean|x - ref| <= this * mean|low - ref| + c * ulp(max|ref|)."""
     of_terms: float = 0.0
     """Share of the largest term by which a kernel's approximate function may be off."""
+    term_ulps: float = TERM_ULPS
+    """Float32 units in the last place of the terms that are allowed besides."""
     absolute: float = 0.0
     """What any value may be off besides."""
 
@@ -104,7 +107,8 @@ class Expected:
             low: in the tested dtype.
             rows: index of each row, on the CPU; whole blocks, ascending, the last perhaps short.
             exact: rows that must be zero, bool (rows) on the CPU; None is none.
-            terms: largest term of each row's sums, (pairs, rows); None where none cancels.
+            terms: magnitude of what each row's float32 sums add, (pairs, rows), see terms.py; None
+                where it does not count.
 
         """
         difference = _distance(low, high)
@@ -113,7 +117,7 @@ class Expected:
         unit = ulp(size, rule.dtype)
         slack = rule.ulps * unit + rule.absolute
         if terms is not None:
-            allowed = TERM_ULPS * ulp(terms, torch.float32) + rule.of_terms * terms
+            allowed = rule.term_ulps * ulp(terms, torch.float32) + rule.of_terms * terms
             slack += _greatest(allowed, rule.block)
         mean_limit = None
         if rule.mean_multiplier is not None:

@@ -24,8 +24,8 @@ Group = tuple[int, tuple[int, ...]]
 """(sequence, query heads that read one KV head)."""
 
 # What a batch of more than one group may hold, by kind of device: scores, and elements of what is
-# read and computed. Six float64 tensors of either size are alive at once: 3 GiB on a GPU, and on a
-# CPU 200 MB.
+# read and computed. Six float64 tensors of either size are alive at once (of a float32 workload up
+# to 17): 2 to 5 GiB on a GPU, and on a CPU 200 MB.
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 25}
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 

@@ -245,7 +245,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def digest_all(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return `digest` of each: several at once, since one core hashes 0.8 GB/s (an H200's host)."""
+    """Return `digest` of each: several at once, since a core hashes 0.8 GB/s (an H200's host)."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         return dict(zip(named, pool.map(digest, named.values()), strict=True))
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     KeepMask = Callable[[int, int], torch.Tensor]
     """(sequence, query head) to bool (seqlen_q, seqlen_k): which weights dropout kept."""
 
-# Scores of a tile; five tensors of this size are alive at once, eight of a float32 workload.
+# Scores of a tile. Six tensors of this size are alive at once in a backward; the reference of a
+# float32 workload has up to 17 of half the size.
 _TILE_CPU = 1 << 22
 _TILE_GPU = 1 << 27
 
@@ -79,8 +80,8 @@ class GroupResult:
     """(groups, seqlen_k, head_dim), summed over a group's heads."""
     dv: torch.Tensor | None
     terms: dict[str, torch.Tensor]
-    """Largest term of the sums of lse and dq (groups * heads, rows) and dk (groups, seqlen_k), and
-    of out and dv where they count: see terms.py. In float64 only."""
+    """Magnitude of what float32 sums add, of lse, dq and out (groups * heads, rows), of dk and dv
+    (groups, seqlen_k); out and dv are of float32 workloads alone. See terms.py. In float64 only."""
 
 
 def attend(
@@ -176,23 +177,19 @@ class _Batch:
         index = [torch.arange(rows.start, rows.stop) for rows, *_ in parts]
         rows = torch.cat(index) if index else torch.arange(0)
         rounded = self.precision.gradients
+        dq = None
+        if self.grad_out is not None:
+            dq = (
+                torch.cat([part[3] for part in parts], dim=2) if parts else torch.zeros_like(self.q)
+            )
         return GroupResult(
             rows=rows,
             out=torch.cat([part[1] for part in parts], dim=2) if parts else empty,
             lse=torch.cat([part[2] for part in parts], dim=2) if parts else empty[..., 0],
-            dq=None
-            if self.grad_out is None
-            else _round(torch.cat([part[3] for part in parts], dim=2), rounded)
-            if parts
-            else torch.zeros_like(self.q),
+            dq=None if dq is None else _round(dq, rounded),
             dk=None if self.dk is None else _round(self.dk, rounded),
             dv=None if self.dv is None else _round(self.dv, rounded),
-            terms=self.terms.result(
-                rows,
-                None if self.grad_out is None else torch.cat([part[3] for part in parts], dim=2),
-                self.dk,
-                self.dv,
-            )
+            terms=self.terms.result(rows, dq, self.dk, self.dv)
             if self.terms is not None and parts
             else {},
         )
@@ -208,6 +205,8 @@ class _Batch:
     def split(self, rows: range) -> Iterator[range]:
         """Cut rows into tiles whose scores fit the budget."""
         budget = _TILE_GPU if self.device.type == "cuda" else _TILE_CPU
+        if self.terms is not None and self.workload.dtype == "float32":
+            budget //= 2
         start = rows.start
         while start < rows.stop:
             size = rows.stop - start
@@ -312,7 +311,7 @@ class _Batch:
         grad *= weights
         if self.terms is not None:
             each = (x.view(*weights.shape[:3], -1) for x in (out, grad_out))
-            self.terms.add_backward(rows, keys, opened, used, grad, ratio, *each)
+            self.terms.add_backward(rows, keys, opened, weights, used, grad, ratio, *each)
         if ratio is not None:
             grad *= 1 - ratio.square()
         grad = _round(grad, self.precision.weights).flatten(1, 2)

@@ -124,8 +124,8 @@ class Recorder:
     def document(self) -> dict[str, object]:
         """Return the series: columns, rows in time order, what reading cost.
 
-        `busy_ns` is the time in which a reading was under way, `cpu_ns` this thread's own processor
-        time in it: a driver's query mostly waits for the device.
+        `busy_ns` is the time in which a reading was under way, `cpu_ns` the reading thread's own
+        processor time since it began: a driver's query may mostly wait for the device.
         """
         return {
             "schema": "attnrepro.telemetry/1",

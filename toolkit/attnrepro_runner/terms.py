@@ -10,9 +10,11 @@ computation shows little of it, as its LSE comes from the very logits that its b
 a fused backward forms them anew. By the low computation alone torch 2.13's CPU kernels, which are
 honest, were up to 8 times (sdpa.math, out) and 10,000 times (sdpa.flash, dv) over the limit at
 logits of tens to hundreds. Errors of different weights are independent, so that a sum has the root
-of the sum of their squares; what all terms of a row share (the mean of dO.V that is subtracted from
-each) counts in full. And a running sum of n terms is off by RUNNING_SUM sqrt(n) of its roundings,
-where torch's products add in blocks.
+of the sum of their squares; what all terms of a row share (its LSE, and the mean of dO.V that is
+subtracted from each) counts in full. And a running sum of n terms is off by RUNNING_SUM sqrt(n) of
+its roundings, where torch's products add in blocks.
+
+Everything is in the unit of blockrule.TERM_ULPS float32 ulps, 2 to 4 roundings (2^-24) of a number.
 """
 
 from __future__ import annotations
@@ -28,14 +30,21 @@ if TYPE_CHECKING:
     from attnrepro_runner.semantics import Workload
 
 _SEEN: Final = 0.25
-"""Part of 1 + RUNNING_SUM sqrt(head_dim) roundings of a logit that is allowed, for each ulp of
-TERM_ULPS. With it torch's honest CPU kernels stay below 0.8 of the limit; with 0.2 some fail."""
+"""Part of 1 + RUNNING_SUM sqrt(head_dim) roundings of a logit that one unit allows. With it torch's
+honest CPU kernels stay below 0.75 of the limit in outputs and gradients, and 0.9 in the LSE."""
 _FORWARD: Final = 0.3
 """Part of that in a forward, which forms a logit once: the low computation shows the rest."""
 _ALIKE: Final = 2
 """A sum of like terms, which grows with each, is off by more than one of terms that cancel."""
 _UNITS: Final = 1.5 * TERM_ULPS
 """Roundings (2^-24) that TERM_ULPS units in the last place are, between 1 and 2 each."""
+
+
+def logit_roundings(workload: Workload) -> float:
+    """Return what a float32 logit may be off, in units of |q||k| scale; 0 in other dtypes."""
+    if workload.dtype != "float32":
+        return 0.0
+    return _SEEN * (1 + RUNNING_SUM * math.sqrt(workload.head_dim))
 
 
 class Terms:
@@ -64,17 +73,22 @@ class Terms:
         self.k_norms, self.v_largest = k.norm(dim=-1), v.abs().amax(-1)
         self.v_norms = v.norm(dim=-1)
         self.is_float32 = workload.dtype == "float32"
-        self.of_logit = 1 + RUNNING_SUM * math.sqrt(workload.head_dim)
+        self.of_logit = logit_roundings(workload)
+        self.has_bias = workload.alibi is not None
         self.over_keys, self.over_rows = (
             RUNNING_SUM * math.sqrt(n) / _UNITS for n in (k.shape[1], q.shape[1] * q.shape[2])
         )
+        # Of tiles, in order: (groups, heads, rows). What a row's LSE is off is in proportion.
+        self._lse: list[torch.Tensor] = []
         self._out: list[torch.Tensor] = []
         self._dq: list[torch.Tensor] = []
+        # Of each key: in float32 sums of squares, else maxima.
         self._dk, self._dv = k.new_zeros(k.shape[:2]), k.new_zeros(k.shape[:2])
 
     def skip(self, count: int) -> None:
         """Add rows that attend nothing."""
         nothing = self.q.new_zeros((*self.q.shape[:2], count))
+        self._lse.append(nothing)
         self._out.append(nothing)
         self._dq.append(nothing)
 
@@ -86,9 +100,9 @@ class Terms:
         ratio: torch.Tensor | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return how many times a term its weight leaves of it; None where logits do not count.
+        """Return the relative error of each weight of a tile; None where it does not count.
 
-        (groups, heads, rows, keys), of a tile.
+        In units, (groups, heads, rows, keys). What all weights of a row share is kept as well.
 
         Args:
             rows: of it.
@@ -103,11 +117,13 @@ class Terms:
         size = self._products(rows, keys) * self.of_logit
         if ratio is not None:
             size *= 1 - ratio.square()
-        size += scores.abs().masked_fill_(scores == -torch.inf, 0.0)
-        size *= _SEEN
-        size += (weights * size).sum(-1, keepdim=True)
-        # The sum of the weights, by which each is divided.
-        return size + _ALIKE * self.over_keys
+            if self.cap is not None and self.has_bias:  # its logit and bias may cancel
+                size += ratio.abs() * (_SEEN * self.cap)
+        size += scores.abs().masked_fill_(scores == -torch.inf, 0.0).mul_(_SEEN)
+        # The LSE has its logits' errors, and that of the sum of the weights.
+        shared = (weights * size).sum(-1) + _ALIKE * self.over_keys
+        self._lse.append(shared)
+        return size.add_(shared[..., None])
 
     def add_forward(
         self, keys: range, opened: torch.Tensor | None, weights: torch.Tensor, out: torch.Tensor
@@ -132,6 +148,7 @@ class Terms:
         keys: range,
         opened: torch.Tensor | None,
         weights: torch.Tensor,
+        used: torch.Tensor,
         grad: torch.Tensor,
         ratio: torch.Tensor | None,
         out: torch.Tensor,
@@ -143,7 +160,8 @@ class Terms:
             rows: of it.
             keys: of it.
             opened: of `opened`.
-            weights: (groups, heads, rows, keys), normalised, with dropout.
+            weights: (groups, heads, rows, keys), normalised.
+            used: the same with dropout.
             grad: the gradient of the capped logits, of the same shape.
             ratio: as of `opened`.
             out: (groups, heads, rows, head_dim_v).
@@ -152,28 +170,32 @@ class Terms:
         """
         # dO.v and its row's mean cancel in dS, each with the rounding of its own products.
         norms = grad_out.norm(dim=-1, keepdim=True)
-        terms = norms * self.v_norms[:, None, None, keys.start : keys.stop] * weights
+        terms = norms * self.v_norms[:, None, None, keys.start : keys.stop] * used
         if opened is None:
             self._dq.append(terms.amax(-1))
             part = self._dk[:, keys.start : keys.stop]
             torch.maximum(part, terms.amax((1, 2)), out=part)
             return
-        off = grad = grad.abs()
+        size = grad.abs()
+        off = size * opened
+        # The row's mean is dO.O, and off as O is.
+        mean = _ALIKE * self.over_keys * norms * out.norm(dim=-1, keepdim=True)
+        shared = (mean + _root(off, -1)[..., None]) * weights
+        terms += off
         if ratio is not None:
-            # 1 - tanh^2, by which dS is multiplied, is off by its own rounding and the logit's.
+            # 1 - tanh^2, by which all is multiplied, is off by its logit's error and its rounding.
             assert self.cap is not None
-            grad = grad * (1 - ratio.square())
-            inner = self._products(rows, keys) * (_SEEN * self.of_logit / self.cap)
-            terms += off + 2 * grad * ratio.abs() * inner
-        off = grad * opened
-        shared = _ALIKE * self.over_keys * norms * out.norm(dim=-1, keepdim=True)
-        shared += _root(off, -1)[..., None]
-        over_keys = terms + off + self.over_keys * grad
-        self._dq.append(_root(over_keys, -1) + (shared * weights).sum(-1))
-        over_rows = terms + off + self.over_rows * grad + shared * weights
-        self._dk[:, keys.start : keys.stop] += over_rows.square().sum((1, 2))
-        largest = weights * grad_out.abs().amax(-1, keepdim=True) * (opened + self.over_rows)
-        self._dv[:, keys.start : keys.stop] += largest.square().sum((1, 2))
+            inner = self._products(rows, keys).mul_(2 * self.of_logit / self.cap)
+            slope = 1 - ratio.square()
+            terms += inner.mul_(size).mul_(ratio.abs())
+            terms.mul_(slope).add_(size)
+            shared *= slope
+            size *= slope
+        self._dq.append(_root(terms + self.over_keys * size, -1) + shared.sum(-1))
+        terms += shared.add_(size, alpha=self.over_rows)
+        self._dk[:, keys.start : keys.stop] += terms.square_().sum((1, 2))
+        largest = used * grad_out.abs().amax(-1, keepdim=True) * (opened + self.over_rows)
+        self._dv[:, keys.start : keys.stop] += largest.square_().sum((1, 2))
 
     def result(
         self,
@@ -188,14 +210,14 @@ class Terms:
         if self.cap is not None:
             found["lse"].clamp_max_(self.cap)
         if self.is_float32:
-            found["lse"] *= max(1.0, _SEEN * self.of_logit)
             found["out"] = torch.cat(self._out, dim=2)
         if dq is not None and dk is not None and dv is not None:
             of_keys = self._dk.sqrt() if self.is_float32 else self._dk
             found["dq"] = torch.cat(self._dq, dim=2) * _greatest(self.k) * self.factor
             found["dk"] = of_keys[:, None] * _greatest(self.q) * self.factor
             if self.is_float32:
-                found["dq"] += _ALIKE * self.over_keys * dq.abs().amax(-1)
+                of_dq = torch.cat(self._lse, dim=2) + _ALIKE * self.over_keys
+                found["dq"] += of_dq * dq.abs().amax(-1)
                 of_dk, of_dv = (_ALIKE * self.over_rows * x.abs().amax(-1) for x in (dk, dv))
                 found["dk"] += of_dk[:, None]
                 found["dv"] = (self._dv.sqrt() + of_dv)[:, None]
@@ -211,7 +233,8 @@ class Terms:
 
 def _root(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the root of the sum of squares."""
-    return x.square().sum(dim).sqrt_()
+    found: torch.Tensor = torch.linalg.vector_norm(x, dim=dim)
+    return found
 
 
 def _greatest(x: torch.Tensor) -> torch.Tensor:

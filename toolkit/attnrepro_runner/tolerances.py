@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from attnrepro_runner import views
-from attnrepro_runner.blockrule import RUNNING_SUM, Rule
+from attnrepro_runner.blockrule import RUNNING_SUM, TERM_ULPS, Rule
+from attnrepro_runner.terms import logit_roundings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +58,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
         *,
         ulps_: int | None = None,
         of_terms: float = 0.0,
+        term_ulps: float = TERM_ULPS,
         absolute: float = 0.0,
     ) -> Rule:
         return Rule(
@@ -66,6 +68,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
             dtype=views.DTYPES[dtype],
             mean_multiplier=mean,
             of_terms=of_terms,
+            term_ulps=term_ulps,
             absolute=absolute,
         )
 
@@ -87,6 +90,7 @@ def rules(workload: Workload, accuracy: Mapping[str, object]) -> dict[str, Rule]
                 0.0 if workload.softcap is None else _TANH,
                 0.0 if workload.fp8 is None else _FP8_LOGIT,
             ),
+            term_ulps=TERM_ULPS * max(1.0, logit_roundings(workload)),
             absolute=RUNNING_SUM * _UNIT * math.sqrt(max(workload.seqlens_k, default=0)),
         ),
     }

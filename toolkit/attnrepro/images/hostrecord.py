@@ -37,7 +37,8 @@ _CLAIMS: Final = (
     ("flashinfer-python", "0.7.4", "flashinfer-python"),
     ("nvidia-cudnn-frontend", "1.32.0", "cudnn-frontend-1.x"),
 )
-"""Distribution, version, and that release's file in images/claims; other versions claim nothing."""
+"""Kernels: distribution, version, and that release's file in images/claims. Other versions claim
+nothing."""
 
 
 _NAME: Final = re.compile(r"host-torch(-[a-z0-9]{1,40}(\.[a-z0-9]{1,10}){0,4})?")

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
     from attnrepro_runner.team import Team
 
+SCORES_AGAIN: Final = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Of the oracle before and after timing. With 2^30 on an H200 it was 187 of the 392 s that a launch
+of the papers' grid took (72 cells, five subjects), 135 of that from 4k tokens on."""
+PAIRS_AGAIN: Final = (64, 1)
+"""(sequence, query head) pairs of it, others each time: of the first set of inputs, and of each
+other one. The check's own oracle sees all it can afford."""
+
 AT_ONCE: Final = 4
 """Subjects side by side on a GPU, each with its inputs and its oracle."""
 

@@ -17,6 +17,7 @@ from attnrepro_runner import (
     stages,
     timing,
 )
+from attnrepro_runner.checking import PAIRS_AGAIN, SCORES_AGAIN
 from attnrepro_runner.status import STOPS_MEASURING, Status
 from attnrepro_runner.subject import appends_apart
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 STREAMS_A_LAUNCH: Final = 1000
 """Each launch draws fresh data: stream 1000 (n + 1) and on; the check has stream 0."""
 
-SCORES_CHECKED: Final = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Of the oracle before and after timing. With 2^30 on an H200 it was 187 of the 392 s that a launch
-of the papers' grid took (72 cells, five subjects), 135 of that from 4k tokens on."""
 SEEN_LEAST: Final = (4, 5)
 """Least share of its kernels' time that an op clock has seen, if nothing ran beside its stream.
 
@@ -43,10 +41,6 @@ clock may differ by some per cent between samples and trace; a stream of its own
 for a larger share of the call than that."""
 CALLS_TRACED: Final = 5
 """The one with the least kernel time counts."""
-
-PAIRS_CHECKED: Final = (64, 1)
-"""Of the oracle before and after timing, other pairs each time: of the first set of inputs, and of
-each other one. The check's own oracle sees all it can afford."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +186,7 @@ class MeasuredCell:
         """Judge every binding that is timed; the first one's verdict is kept as a part."""
         workload, subject = self._cell.workload, self._subject
         for n, (tensors, prepared) in enumerate(zip(self._tensors, self._prepared, strict=True)):
-            judge = self._oracle(tensors, stream + n, PAIRS_CHECKED[n > 0])
+            judge = self._oracle(tensors, stream + n, PAIRS_AGAIN[n > 0])
             called = stages.first_again(subject, workload, tensors, prepared)
             outputs = subject.poisoned_step(workload, called)
             found = judge.check(outputs, empty_row_lse=subject.empty_row_lse)
@@ -217,15 +211,13 @@ class MeasuredCell:
         if not workload.has_backward or workload.dropout is not None:
             return  # nobody knows any more which mask the kept forward drew
         for n, (tensors, prepared) in enumerate(zip(self._tensors, self._prepared, strict=True)):
-            judge = self._oracle(tensors, self._stream + n, PAIRS_CHECKED[1])
+            judge = self._oracle(tensors, self._stream + n, PAIRS_AGAIN[1])
             stages.judge_backward(self._subject, workload, tensors, prepared, None, judge, report)
 
     def _oracle(self, tensors: Tensors, stream: int, most: int) -> oracle.Oracle:
         workload, subject = self._cell.workload, self._subject
         kind = subject.device.type
-        chosen = stages.selection(
-            workload, kind, scores=SCORES_CHECKED[kind], most=most, seed=stream
-        )
+        chosen = stages.selection(workload, kind, scores=SCORES_AGAIN[kind], most=most, seed=stream)
         return oracle.Oracle(
             workload,
             self._shared["accuracy"],

@@ -205,7 +205,7 @@ class _Batch:
     def split(self, rows: range) -> Iterator[range]:
         """Cut rows into tiles whose scores fit the budget."""
         budget = _TILE_GPU if self.device.type == "cuda" else _TILE_CPU
-        if self.terms is not None and self.workload.dtype == "float32":
+        if self.terms is not None and self.terms.counts_logits:
             budget //= 2
         start = rows.start
         while start < rows.stop:
@@ -263,11 +263,10 @@ class _Batch:
         kept = self.kept(rows, keys)
         used = weights if kept is None else weights * kept
         used = _round(used, self.precision.weights)
-        opened = None
-        if self.terms is not None:
-            opened = self.terms.opened(rows, keys, scores, ratio, weights / divisor)
         out = (used.flatten(1, 2) @ v).div_(divisor.flatten(1, 2))
-        if self.terms is not None:
+        opened = None
+        if self.terms is not None and self.terms.counts_logits:
+            opened = self.terms.opened(rows, keys, scores, ratio, weights / divisor)
             self.terms.add_forward(keys, opened, used / divisor, out.view(*shape, -1))
         if self.value_factor is not None:
             out *= self.value_factor

@@ -72,7 +72,8 @@ class Terms:
         self.cap = workload.softcap
         self.k_norms, self.v_largest = k.norm(dim=-1), v.abs().amax(-1)
         self.v_norms = v.norm(dim=-1)
-        self.is_float32 = workload.dtype == "float32"
+        self.counts_logits = workload.dtype == "float32"
+        """Whether what a logit leaves of its weight counts: `opened` and `add_forward`."""
         self.of_logit = logit_roundings(workload)
         self.has_bias = workload.alibi is not None
         self.over_keys, self.over_rows = (
@@ -99,8 +100,8 @@ class Terms:
         scores: torch.Tensor,
         ratio: torch.Tensor | None,
         weights: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Return the relative error of each weight of a tile; None where it does not count.
+    ) -> torch.Tensor:
+        """Return the relative error of each weight of a tile.
 
         In units, (groups, heads, rows, keys). What all weights of a row share is kept as well.
 
@@ -112,8 +113,6 @@ class Terms:
             weights: normalised, without dropout.
 
         """
-        if not self.is_float32:
-            return None
         size = self._products(rows, keys) * self.of_logit
         if ratio is not None:
             size *= 1 - ratio.square()
@@ -126,7 +125,7 @@ class Terms:
         return size.add_(shared[..., None])
 
     def add_forward(
-        self, keys: range, opened: torch.Tensor | None, weights: torch.Tensor, out: torch.Tensor
+        self, keys: range, opened: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Add the output's terms of a tile.
 
@@ -137,10 +136,9 @@ class Terms:
             out: (groups, heads, rows, head_dim_v).
 
         """
-        if opened is not None:
-            largest = weights * self.v_largest[:, None, None, keys.start : keys.stop]
-            found = _root(largest * (_FORWARD * opened + self.over_keys), -1)
-            self._out.append(found + _ALIKE * self.over_keys * out.abs().amax(-1))
+        largest = weights * self.v_largest[:, None, None, keys.start : keys.stop]
+        found = _root(largest * (_FORWARD * opened + self.over_keys), -1)
+        self._out.append(found + _ALIKE * self.over_keys * out.abs().amax(-1))
 
     def add_backward(
         self,
@@ -159,7 +157,7 @@ class Terms:
         Args:
             rows: of it.
             keys: of it.
-            opened: of `opened`.
+            opened: of `opened`; None where it does not count.
             weights: (groups, heads, rows, keys), normalised.
             used: the same with dropout.
             grad: the gradient of the capped logits, of the same shape.
@@ -209,13 +207,13 @@ class Terms:
         found = {"lse": q.norm(dim=-1) * _greatest(self.k_norms) * self.factor}
         if self.cap is not None:
             found["lse"].clamp_max_(self.cap)
-        if self.is_float32:
+        if self.counts_logits:
             found["out"] = torch.cat(self._out, dim=2)
         if dq is not None and dk is not None and dv is not None:
-            of_keys = self._dk.sqrt() if self.is_float32 else self._dk
+            of_keys = self._dk.sqrt() if self.counts_logits else self._dk
             found["dq"] = torch.cat(self._dq, dim=2) * _greatest(self.k) * self.factor
             found["dk"] = of_keys[:, None] * _greatest(self.q) * self.factor
-            if self.is_float32:
+            if self.counts_logits:
                 of_dq = torch.cat(self._lse, dim=2) + _ALIKE * self.over_keys
                 found["dq"] += of_dq * dq.abs().amax(-1)
                 of_dk, of_dv = (_ALIKE * self.over_rows * x.abs().amax(-1) for x in (dk, dv))

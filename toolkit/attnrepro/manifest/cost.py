@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from attnrepro_runner import models
-from attnrepro_runner.checking import AT_ONCE
+from attnrepro_runner.checking import AT_ONCE, PAIRS_AGAIN, SCORES_AGAIN
 from attnrepro_runner.stoprule import BUDGETS_FOR_FEWEST
 
 if TYPE_CHECKING:
@@ -82,9 +82,6 @@ _COMPILED_FA3: Final = 110.0
 """Likewise flashinfer's Hopper kernels (an H200's host, 32 cores; its others took 20)."""
 _FROM_CACHE: Final = 0.1
 """Part of that which a call still takes once the run's caches hold its code."""
-_AGAIN: Final = 64
-"""(sequence, head) pairs that the oracle reads at most round timing, and scores of a GPU's."""
-_SCORES_AGAIN: Final = 1 << 28
 _MODEL_SECONDS: Final = 4.0
 """What a request model takes in each launch: weights, textbook attention's output, its stages."""
 _LOOK: Final = 2
@@ -255,7 +252,7 @@ def _call(cell: Cell, machine: _Machine, threads: int) -> float:
 def _pairs_again(cell: Cell) -> int:
     workload = cell.parsed
     each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
-    return min(_AGAIN, max(2, _SCORES_AGAIN // max(1, each)))
+    return min(PAIRS_AGAIN[0], max(2, SCORES_AGAIN["cuda"] // max(1, each)))
 
 
 def _judged(cell: Cell, machine: _Machine, threads: int, most: int) -> float:

@@ -256,6 +256,40 @@ def test_workers_import_side_by_side_where_there_are_cores(cores: int, wanted: l
     assert order == wanted
 
 
+@pytest.mark.parametrize("cores", [3, 1])
+def test_workers_load_what_a_first_cell_loads_side_by_side(cores: int) -> None:
+    order: list[str] = []
+
+    class Priming(FakeWorker):
+        def __init__(self, name: str) -> None:
+            super().__init__([CRASH if name == "gone" else {}])
+            self.name = name
+
+        def send(self, request: Mapping[str, object]) -> None:
+            super().send(request)
+            order.append(f"{self.name} {request['do']}")
+
+        def receive(self, seconds: float) -> dict[str, object] | Failure:
+            order.append(f"{self.name} awaited")
+            if self.sent == "prime" and self.name == "y":
+                return CRASH
+            return super().receive(seconds)
+
+    names = ["x", "gone", "y"]
+    found = document([cell(0, names)], dict.fromkeys(names, "eager"), ["launch-0"])
+    team = Team(_load(found), start=lambda subject, _kind: (Priming(subject), {}))
+    team.start_all(names, "native", cores=3)
+    del order[:]
+    team.prime(names, cores=cores)
+    assert order == (["x prime", "y prime", "x awaited", "y awaited"] if cores > 1 else [])
+    # What failed is ended, so that the next request starts another.
+    assert [record["exit"] for record in team.records] == [
+        "running",
+        "exit status 0",  # its start failed
+        "exit status 0" if cores > 1 else "running",
+    ]
+
+
 def test_a_backend_that_is_not_there_is_given_up_at_once() -> None:
     gone = Failure(status=Status.UNSUPPORTED, reason="no module", place="import")
     team = team_of([FakeWorker([gone])])

@@ -134,6 +134,14 @@ def test_a_reading_of_the_machine(machine: Path) -> None:
     assert telemetry.CpuSource(machine / "nothing").read() == (None,) * 6
 
 
+def test_ticks_and_load_can_be_read_less_often_than_the_frequency(machine: Path) -> None:
+    source = telemetry.CpuSource(machine, every=3)
+    rows = [dict(zip(source.columns, source.read(), strict=True)) for _ in range(7)]
+    for slow in ("cpu_busy_ticks", "cpu_idle_ticks", "cpu_steal_ticks", "load1_hundredths"):
+        assert [n for n in range(7) if rows[n][slow] is not None] == [0, 3, 6]
+    assert {row["frequency_khz"] for row in rows} == {3_500_000}
+
+
 class Broken:
     columns = ("x",)
 

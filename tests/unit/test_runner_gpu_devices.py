@@ -233,22 +233,41 @@ def test_other_processes_are_counted(fake_nvml: FakeNvml) -> None:
 def test_in_a_namespace_of_its_own_numbers_are_compared(
     tmp_path: Path, listed: list[int], ours: int, others: int | None
 ) -> None:
-    own = frozenset({1, 5, 6})  # 1 reads the device's state and computes nothing
-    for pid, nodes in ((1, ["nvidiactl", "nvidia0"]), (5, ["nvidia-uvm"]), (6, ["nvidia-uvm"])):
+    # 1, the root, reads the device's state and computes nothing; 9 is somebody else's.
+    processes = ((1, 0, ["nvidiactl", "nvidia0"]), (5, 1, ["nvidia-uvm"]), (6, 5, ["nvidia-uvm"]))
+    for pid, parent, nodes in (*processes, (9, 0, ["nvidia-uvm"])):
         folder = tmp_path / str(pid) / "fd"
         folder.mkdir(parents=True)
+        _stat(tmp_path, pid, parent)
         for n, node in enumerate(nodes if pid < 5 + ours else []):
             (folder / str(n)).symlink_to(f"/dev/{node}")
-    found = accelerator.count_others(listed, own, namespaced=True, proc=tmp_path)
+    found = accelerator.count_others(listed, namespaced=True, root=1, proc=tmp_path)
     assert found == others
-    assert accelerator.count_others(listed, own, namespaced=False) == len(set(listed) - own)
+    found = accelerator.count_others(listed, namespaced=False, root=1, proc=tmp_path)
+    assert found == len(set(listed) - {1, 5, 6})
+
+
+def _stat(proc: Path, pid: int, parent: int) -> None:
+    (proc / str(pid)).mkdir(exist_ok=True)
+    (proc / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} 0 0\n")
 
 
 def test_process_tree(tmp_path: Path) -> None:
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} 0 0\n")
+        _stat(tmp_path, pid, parent)
     assert accelerator.process_tree(10, tmp_path) == {10, 11, 12}
+
+
+def test_a_process_whose_parents_cannot_be_read_is_not_ours(tmp_path: Path) -> None:
+    for pid, parent in ((11, 10), (12, 11), (21, 22), (22, 21)):  # 10 is gone, 21 and 22 a circle
+        _stat(tmp_path, pid, parent)
+
+    def others(*pids: int, root: int) -> int | None:
+        return accelerator.count_others(pids, namespaced=False, root=root, proc=tmp_path)
+
+    assert others(11, 12, root=11) == 0
+    assert others(12, 21, 22, 99, -1, root=10) == 4  # 12 descends of 10, by what 11 says
+    assert others(0, root=10) == 1
 
 
 @pytest.mark.parametrize(

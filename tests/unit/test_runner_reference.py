@@ -131,18 +131,58 @@ def test_dropout_with_a_given_mask() -> None:
     torch.testing.assert_close((found.dq, found.dk, found.dv), grads, rtol=1e-12, atol=1e-12)
 
 
-def test_blocks_of_rows_are_those_rows() -> None:
-    workload = make(phase="forward", seqlen_q=50, seqlen_k=50, mask={"causal": "top_left"})
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": "top_left"},
+        {"causal": "bottom_right"},
+        {"window": {"left": 20, "right": 0, "alignment": "top_left"}},
+        {},
+    ],
+)
+@pytest.mark.parametrize("tile", [1 << 22, 400])
+def test_blocks_of_rows_are_those_rows(
+    monkeypatch: pytest.MonkeyPatch, mask: dict[str, object], tile: int
+) -> None:
+    monkeypatch.setattr(reference, "_TILE_CPU", tile)
+    more: dict[str, object] = {"softcap": 2.0, "alibi": {"slopes": "geometric"}}
+    for extra in ({"dtype": "bfloat16"}, more):
+        workload = make(phase="forward", seqlen_q=50, seqlen_k=70, mask=mask, **extra)
+        tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
+        one = [(0, (0, 1))]
+        given_ = groups.from_tensors(workload, tensors, one)
+        whole = reference.attend(workload, given_, one, reference.HIGH)
+        part = reference.attend(
+            workload, given_, one, reference.HIGH, blocks=[range(16, 32), range(48, 50)]
+        )
+        assert part.rows.tolist() == [*range(16, 32), 48, 49]
+        close = {"rtol": 1e-13, "atol": 1e-13}
+        torch.testing.assert_close(part.out, whole.out[:, :, part.rows], **close)
+        torch.testing.assert_close(part.lse, whole.lse[:, :, part.rows], **close)
+        for name, terms in part.terms.items():
+            torch.testing.assert_close(terms, whole.terms[name][:, part.rows], **close)
+
+
+def test_some_rows_take_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = make(phase="forward", seqlen_q=1024, seqlen_k=1024)
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
     one = [(0, (0,))]
     given_ = groups.from_tensors(workload, tensors, one)
-    whole = reference.attend(workload, given_, one, reference.HIGH)
-    part = reference.attend(
-        workload, given_, one, reference.HIGH, blocks=[range(16, 32), range(48, 50)]
-    )
-    assert part.rows.tolist() == [*range(16, 32), 48, 49]
-    torch.testing.assert_close(part.out, whole.out[:, :, part.rows], rtol=1e-13, atol=1e-13)
-    training = make()
+    tiles: list[range] = []
+    tile = reference._Batch.tile
+
+    def counted(self: reference._Batch, rows: range) -> object:
+        tiles.append(rows)
+        return tile(self, rows)
+
+    monkeypatch.setattr(reference._Batch, "tile", counted)
+    every_other = [range(i, i + 64) for i in range(0, 1024, 128)]
+    reference.attend(workload, given_, one, reference.HIGH, blocks=every_other)
+    assert tiles == [range(512)]
+
+
+def test_gradients_need_every_row() -> None:
+    training, one = make(), [(0, (0,))]
     tensors = inputs.make_inputs(training, {}, stream=0, device=CPU)
     with pytest.raises(ValueError, match="every row"):
         reference.attend(

@@ -301,3 +301,27 @@ def test_kernel_kills_are_counted_in_both_versions(tmp_path: Path) -> None:
 def test_resident_counts_this_process_and_ignores_ghosts() -> None:
     assert limits.resident([os.getpid()]) > 5 << 20
     assert limits.resident([2**22 + 1]) == 0
+
+
+def test_priming_judges_and_profiles_without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from attnrepro_runner import kernels, oracle, stages
+
+    done: list[str] = []
+    check = oracle.Oracle.check
+
+    def counted(self: oracle.Oracle, *given: Any, **named: Any) -> oracle.OracleReport:
+        done.append("check")
+        return check(self, *given, **named)
+
+    monkeypatch.setattr(oracle.Oracle, "check", counted)
+    profile = kernels.profile
+
+    def seen(work: Any, *, on_device: bool) -> kernels.Seen:
+        done.append("profile")
+        return profile(work, on_device=on_device)
+
+    monkeypatch.setattr(kernels, "profile", seen)
+    stages.prime(torch.device("cpu"))
+    assert done == ["profile", "check"]

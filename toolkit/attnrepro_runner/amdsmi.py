@@ -25,7 +25,6 @@ from attnrepro_runner.accelerator import (
     count_others,
     in_process_namespace,
     keyed_identity,
-    process_tree,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +205,7 @@ class AmdsmiDevice:
         if running is None:
             return None
         pids = [cast("int", entry["pid"]) for entry in cast("list[Mapping[str, object]]", running)]
-        return count_others(pids, process_tree(), namespaced=self._namespaced)
+        return count_others(pids, namespaced=self._namespaced)
 
     def identity(self, key: bytes) -> str | None:
         """Return the keyed digest of UUID and serial."""

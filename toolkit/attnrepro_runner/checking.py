@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from attnrepro_runner.team import Team
 
-SCORES_AGAIN: Final = {"cpu": 1 << 24, "cuda": 1 << 28}
+SCORES_AGAIN: Final = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Of the oracle before and after timing. With 2^30 on an H200 it was 187 of the 392 s that a launch
-of the papers' grid took (72 cells, five subjects), 135 of that from 4k tokens on."""
+of the papers' grid took (72 cells, five subjects), with 2^28 147 of 331."""
 PAIRS_AGAIN: Final = (64, 1)
 """(sequence, query head) pairs of it, others each time: of the first set of inputs, and of each
 other one. The check's own oracle sees all it can afford."""

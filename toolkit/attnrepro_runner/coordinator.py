@@ -276,9 +276,12 @@ class Coordinator:
         """Launch: all subjects alive, cells in seeded order, blocks interleaved."""
         subjects = self._measured_subjects(task)
         todo = {s: {c["id"] for c in self._cells(task, s, entries)} for s in subjects}
-        team.start_all([s for s in subjects if todo[s]], "native", cores=_usable_cpus())
+        started = [s for s in subjects if todo[s]]
+        team.start_all(started, "native", cores=_usable_cpus())
+        if self._job.vendor != "cpu":
+            team.prime(started, cores=_usable_cpus())
         if self._ceilings is None:
-            self._measure_ceilings(team, [s for s in subjects if todo[s]])
+            self._measure_ceilings(team, started)
         cells = {cell["id"]: cell for cell in self._job.cells}
         seed = f"{self._job.order_seed}/{task.id}"
         for name in interleave.shuffled(list(cells), seed):

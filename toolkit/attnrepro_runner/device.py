@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attnrepro_runner import cpu
 from attnrepro_runner.accelerator import AcceleratorUnavailable
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
     from attnrepro_runner.accelerator import Accelerator
     from attnrepro_runner.telemetry import Source, Value
+
+
+_SLOW_EVERY: Final = 10
+"""Readings to one that has the slow values too."""
 
 
 class Device:
@@ -25,7 +29,8 @@ class Device:
         from attnrepro_runner.telemetry import CpuSource
 
         self.record: dict[str, object] = {**cpu.describe(), "threads": threads}
-        self.sources: list[Source] = [CpuSource()]
+        # Beside an accelerator the host's ticks and load are no condition of what is measured.
+        self.sources: list[Source] = [CpuSource(every=1 if vendor == "cpu" else _SLOW_EVERY)]
         self._accelerator: Accelerator | None = None
         self._is_bound = False
         if vendor == "cpu":
@@ -97,7 +102,6 @@ class AcceleratorSource:
 
     _COUNT_EVERY = 20
     _ENERGY_EVERY = 100
-    _WHOLE_EVERY = 10
 
     def __init__(self, device: Accelerator) -> None:
         """Read an opened device."""
@@ -119,7 +123,7 @@ class AcceleratorSource:
             self._others = self.device.other_processes()
         if self._reads % self._ENERGY_EVERY == 0:
             energy = self.device.energy_mj()
-        sample = self.device.sample(whole=self._reads % self._WHOLE_EVERY == 0)
+        sample = self.device.sample(whole=self._reads % _SLOW_EVERY == 0)
         self._reads += 1
         throttle = None if sample.throttle is None else " ".join(sample.throttle)
         return (

@@ -18,7 +18,6 @@ from attnrepro_runner.accelerator import (
     count_others,
     in_process_namespace,
     keyed_identity,
-    process_tree,
 )
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class NvmlDevice:
         pids = [
             cast("int", getattr(process, "pid", -1)) for process in cast("list[object]", running)
         ]
-        return count_others(pids, process_tree(), namespaced=self._namespaced)
+        return count_others(pids, namespaced=self._namespaced)
 
     def identity(self, key: bytes) -> str | None:
         """Return the keyed digest of UUID and serial."""

@@ -111,7 +111,7 @@ def attend(
         msg = "a batch holds groups of equal lengths and as many heads"
         raise ValueError(msg)
     with exact_float32_products():
-        return _Batch(workload, inputs, groups, precision, keep).run(blocks)
+        return _Batch(workload, inputs, groups, precision, keep, blocks).run()
 
 
 @contextlib.contextmanager
@@ -133,14 +133,22 @@ class _Batch:
         groups: Sequence[Group],
         precision: Precision,
         keep: KeepMask | None,
+        blocks: Sequence[range] | None,
     ) -> None:
         compute = precision.compute
         self.workload, self.precision = workload, precision
         # A mask follows from lengths, and these are everybody's.
         self.b, (self.groups, self.heads) = groups[0][0], inputs.q.shape[:2]
-        self.q, self.k, self.v = (_to(x, compute) for x in (inputs.q, inputs.k, inputs.v))
+        self.device = inputs.q.device
+        self.rows = _rows(blocks, workload.seqlens_q[self.b])
+        given = inputs.q
+        if blocks is not None:
+            if inputs.grad_out is not None:
+                msg = "gradients of keys need every row"
+                raise ValueError(msg)
+            given = given[:, :, self.rows.to(self.device)]
+        self.q, self.k, self.v = (_to(x, compute) for x in (given, inputs.k, inputs.v))
         self.grad_out = None if inputs.grad_out is None else _to(inputs.grad_out, compute)
-        self.device = self.q.device
         self.factor: float | torch.Tensor = workload.scale_value
         if inputs.logit_factor is not None:
             self.factor = (inputs.logit_factor * self.factor).to(compute)[:, None, None]
@@ -159,7 +167,7 @@ class _Batch:
         self.keep = (
             None
             if keep is None
-            else torch.stack([keep(b, h) for b, h in pairs]).view(
+            else torch.stack([_some(keep(b, h), self.rows, blocks) for b, h in pairs]).view(
                 *self.q.shape[:3], self.k.shape[1]
             )
         )
@@ -171,45 +179,35 @@ class _Batch:
             Terms(workload, self.q, self.k, self.v, self.factor) if precision is HIGH else None
         )
 
-    def run(self, blocks: Sequence[range] | None) -> GroupResult:
-        parts = [self.tile(rows) for whole in self.ranges(blocks) for rows in self.split(whole)]
+    def run(self) -> GroupResult:
+        parts = [self.tile(rows) for rows in self.split()]
         empty = self.q.new_zeros((self.groups, self.heads, 0, self.v.shape[-1]))
-        index = [torch.arange(rows.start, rows.stop) for rows, *_ in parts]
-        rows = torch.cat(index) if index else torch.arange(0)
         rounded = self.precision.gradients
         dq = None
         if self.grad_out is not None:
             dq = (
-                torch.cat([part[3] for part in parts], dim=2) if parts else torch.zeros_like(self.q)
+                torch.cat([part[2] for part in parts], dim=2) if parts else torch.zeros_like(self.q)
             )
         return GroupResult(
-            rows=rows,
-            out=torch.cat([part[1] for part in parts], dim=2) if parts else empty,
-            lse=torch.cat([part[2] for part in parts], dim=2) if parts else empty[..., 0],
+            rows=self.rows,
+            out=torch.cat([part[0] for part in parts], dim=2) if parts else empty,
+            lse=torch.cat([part[1] for part in parts], dim=2) if parts else empty[..., 0],
             dq=None if dq is None else _round(dq, rounded),
             dk=None if self.dk is None else _round(self.dk, rounded),
             dv=None if self.dv is None else _round(self.dv, rounded),
-            terms=self.terms.result(rows, dq, self.dk, self.dv)
+            terms=self.terms.result(dq, self.dk, self.dv)
             if self.terms is not None and parts
             else {},
         )
 
-    def ranges(self, blocks: Sequence[range] | None) -> Sequence[range]:
-        if blocks is None:
-            return [range(self.workload.seqlens_q[self.b])]
-        if self.grad_out is not None:
-            msg = "gradients of keys need every row"
-            raise ValueError(msg)
-        return blocks
-
-    def split(self, rows: range) -> Iterator[range]:
-        """Cut rows into tiles whose scores fit the budget."""
+    def split(self) -> Iterator[range]:
+        """Cut the places in `rows` into tiles whose scores fit the budget."""
         budget = _TILE_GPU if self.device.type == "cuda" else _TILE_CPU
         if self.terms is not None and self.terms.counts_logits:
             budget //= 2
-        start = rows.start
-        while start < rows.stop:
-            size = rows.stop - start
+        start, stop = 0, len(self.rows)
+        while start < stop:
+            size = stop - start
             while size > 1:
                 keys = self.keys_of(range(start, start + size))
                 if self.groups * self.heads * size * len(keys) <= budget:
@@ -221,15 +219,16 @@ class _Batch:
     def keys_of(self, rows: range) -> range:
         """Keys that some row of a tile attends."""
         attending = self.workload.attending_rows(self.b)
-        first, last = max(rows.start, attending.start), min(rows.stop, attending.stop) - 1
+        first, last = int(self.rows[rows.start]), int(self.rows[rows.stop - 1])
+        first, last = max(first, attending.start), min(last, attending.stop - 1)
         if first > last:
             return range(0)
         return range(
             self.workload.key_range(self.b, first)[0], self.workload.key_range(self.b, last)[1]
         )
 
-    def tile(self, rows: range) -> tuple[range, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (rows, out, lse, dq) of a tile and add to dk and dv."""
+    def tile(self, rows: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (out, lse, dq) of a tile, places in `rows`, and add to dk and dv."""
         keys = self.keys_of(rows)
         shape = (self.groups, self.heads, len(rows))
         q = self.q[:, :, rows.start : rows.stop]
@@ -238,7 +237,7 @@ class _Batch:
             lse = q.new_full(shape, -torch.inf)
             if self.terms is not None:
                 self.terms.skip(len(rows))
-            return rows, out, lse, torch.zeros_like(q)
+            return out, lse, torch.zeros_like(q)
         # Products take the rows of all heads of a group at once.
         q = q.flatten(1, 2)
         k, v = self.k[:, keys.start : keys.stop], self.v[:, keys.start : keys.stop]
@@ -272,13 +271,13 @@ class _Batch:
             out *= self.value_factor
         out = _round(out, self.precision.out)
         if self.grad_out is None:
-            return rows, out.view(*shape, -1), lse, q
+            return out.view(*shape, -1), lse, q
         grad_out = self.grad_out[:, :, rows.start : rows.stop].flatten(1, 2)
         # As every fused backward: weights come anew from the logits and the LSE.
         shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         weights = self.exponential(scores.sub_(shift))
         dq = self.backward(q, k, v, rows, keys, weights, kept, ratio, out, grad_out, opened)
-        return rows, out.view(*shape, -1), lse, dq.view(*shape, -1)
+        return out.view(*shape, -1), lse, dq.view(*shape, -1)
 
     def backward(
         self,
@@ -320,11 +319,12 @@ class _Batch:
     def excluded(self, rows: range, keys: range) -> torch.Tensor | None:
         """Where a tile's mask excludes; None where it excludes nothing."""
         low, high = self.workload.diagonals(self.b)
-        if (low is None or keys.start - (rows.stop - 1) >= low) and (
-            high is None or keys.stop - 1 - rows.start <= high
+        first, last = int(self.rows[rows.start]), int(self.rows[rows.stop - 1])
+        if (low is None or keys.start - last >= low) and (
+            high is None or keys.stop - 1 - first <= high
         ):
             return None
-        distance = self.arange(keys)[None, :] - self.arange(rows)[:, None]
+        distance = self.arange(keys)[None, :] - self.queries(rows)[:, None]
         result = torch.zeros(distance.shape, dtype=torch.bool, device=self.device)
         if low is not None:
             result |= distance < low
@@ -340,7 +340,7 @@ class _Batch:
         return x
 
     def distance(self, rows: range, keys: range) -> torch.Tensor:
-        position = self.arange(rows) + self.workload.offset(self.b)
+        position = self.queries(rows) + self.workload.offset(self.b)
         return (position[:, None] - self.arange(keys)[None, :]).abs().to(self.q.dtype)
 
     def kept(self, rows: range, keys: range) -> torch.Tensor | None:
@@ -349,8 +349,24 @@ class _Batch:
         part = self.keep[:, :, rows.start : rows.stop, keys.start : keys.stop]
         return part.to(self.q.dtype) * self.kept_factor
 
+    def queries(self, rows: range) -> torch.Tensor:
+        """Return which query of the sequence each row of a tile is."""
+        return self.rows[rows.start : rows.stop].to(self.device)
+
     def arange(self, values: range) -> torch.Tensor:
         return torch.arange(values.start, values.stop, device=self.device)
+
+
+def _rows(blocks: Sequence[range] | None, seqlen_q: int) -> torch.Tensor:
+    """Return the queries that are computed, on the CPU: int64 (rows), ascending."""
+    if blocks is None:
+        return torch.arange(seqlen_q)
+    each = [torch.arange(rows.start, rows.stop) for rows in blocks]
+    return torch.cat(each) if each else torch.arange(0)
+
+
+def _some(kept: torch.Tensor, rows: torch.Tensor, blocks: Sequence[range] | None) -> torch.Tensor:
+    return kept if blocks is None else kept[rows.to(kept.device)]
 
 
 def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

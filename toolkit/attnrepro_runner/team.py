@@ -73,6 +73,22 @@ class Team:
                 self._begin(subject, kind)
             self._greet(subject)
 
+    def prime(self, subjects: Sequence[str], *, cores: int) -> None:
+        """Let workers that were started load side by side what their first cell would load alone.
+
+        Nothing where they would take turns on the cores. A worker that fails is ended: what asks it
+        next starts another, and has the failure if it comes again.
+        """
+        if cores < len(subjects):
+            return
+        ready = [s for s in subjects if s in self._members]
+        for subject in ready:
+            self._members[subject].worker.send({"do": "prime"})
+        for subject in ready:
+            seconds = max(START_SECONDS, self._job.cell_seconds)
+            if isinstance(self._members[subject].worker.receive(seconds), Failure):
+                self.end(subject)
+
     def ask(
         self, subject: str, request: Mapping[str, object], kind: str, *, within: float
     ) -> dict[str, object] | Failure:

@@ -56,8 +56,17 @@ class CpuSource:
         "frequency_khz",
     )
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        """Read below a root."""
+    def __init__(self, root: Path = Path("/"), *, every: int = 1) -> None:
+        """Read below a root.
+
+        Args:
+            root: of the machine.
+            every: ticks, load and threads are read in one of so many readings, null in between:
+                the ticks are counters, so that nothing is lost, and on a host of many CPUs the
+                kernel needs long to write them all.
+
+        """
+        self._every, self._reads = every, 0
         self._stat = root / "proc/stat"
         self._load = root / "proc/loadavg"
         self._frequency = root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"
@@ -65,7 +74,10 @@ class CpuSource:
 
     def read(self) -> tuple[Value, ...]:
         """Return ticks since boot (busy, idle, stolen), load, runnable threads, frequency."""
-        return (*self._ticks(), *self._loads(), self._khz())
+        due = self._reads % self._every == 0
+        self._reads += 1
+        slow = (*self._ticks(), *self._loads()) if due else (None,) * 5
+        return (*slow, self._khz())
 
     def _ticks(self) -> tuple[int | None, int | None, int | None]:
         try:

@@ -197,14 +197,12 @@ class Terms:
 
     def result(
         self,
-        rows: torch.Tensor,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return what GroupResult holds, of the rows that tiles were added for, in their order."""
-        q = self.q if len(rows) == self.q.shape[2] else self.q[:, :, rows.to(self.q.device)]
-        found = {"lse": q.norm(dim=-1) * _greatest(self.k_norms) * self.factor}
+        """Return what GroupResult holds, once tiles of all rows were added, in their order."""
+        found = {"lse": self.q.norm(dim=-1) * _greatest(self.k_norms) * self.factor}
         if self.cap is not None:
             found["lse"].clamp_max_(self.cap)
         if self.counts_logits:

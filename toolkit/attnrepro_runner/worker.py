@@ -100,6 +100,15 @@ class Service:
             },
         }
 
+    def do_prime(self, request: Mapping[str, Any]) -> dict[str, object]:
+        """Load what the first cell would load, of everything but the subject."""
+        del request
+        from attnrepro_runner import stages
+
+        self._note("priming")
+        stages.prime(self._subject.device)
+        return {}
+
     def do_check(self, request: Mapping[str, Any]) -> dict[str, object]:
         """Check a cell."""
         from attnrepro_runner import libraries, stages

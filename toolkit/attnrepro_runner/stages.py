@@ -31,8 +31,8 @@ SCORES_CHECKED: Final = {"cpu": 1 << 31, "cuda": 1 << 36}
 def prime(device: torch.device) -> None:
     """Draw, judge and profile once, so that a device's first kernels and its profiler are loaded.
 
-    Of the launch of the papers' grid on an H200 (five subjects) 25 s went into that, one worker
-    after the other.
+    Of the launch of the papers' grid on an H200 (five subjects) about 20 s went into that, one
+    worker after the other.
     """
     shape = {"batch": 1, "seqlen_q": 64, "seqlen_k": 64, "heads_q": 1, "head_dim": 64}
     workload = Workload.parse({"phase": "forward_backward", "dtype": "bfloat16", **shape})

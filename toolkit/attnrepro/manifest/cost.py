@@ -36,7 +36,7 @@ class _Machine:
     elements: float
     """Input elements generated and hashed a second, as the check does."""
     drawn: float
-    """Generated alone, as launches do (on an H200 130 million took about 20 ms; with what copies them 40)."""
+    """Generated and copied alone, as launches do (in the grid's on an H200 a few times this)."""
     worker_seconds: float
     """Start of one worker: interpreter, framework, device; of a GPU's also what its first cell
     takes besides (on an H200 5 s and 7 s)."""

@@ -27,6 +27,10 @@ def test_a_hosts_package_has_the_claims_of_its_own_version_alone(
 ) -> None:
     found = hostrecord._claims(TORCH | {distribution: version})
     assert found == ["torch-2.11.0-cuda13.0", *claims]
+    told = hostrecord._unclaimed(TORCH | {distribution: version})
+    assert [line.split(":")[0].strip() for line in told] == (
+        [] if claims else [f"{distribution} {version}"]
+    )
 
 
 def test_every_release_that_a_host_may_hold_is_written_down() -> None:

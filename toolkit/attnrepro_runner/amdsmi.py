@@ -168,7 +168,9 @@ class AmdsmiDevice:
             throttle_raw=raw,
         )
         values = (value for name, value in sample.to_dict().items() if name != "time_ns")
-        if any(value is not None for value in values) or self._power(read) is not None:
+        answers = any(value is not None for value in values)
+        power = self._power(read) if whole or not answers else None
+        if answers or power is not None:
             self._answered, self._silences = True, 0
         elif self._answered:
             self._silences += 1
@@ -177,7 +179,7 @@ class AmdsmiDevice:
         if whole:
             sample = replace(
                 sample,
-                power_mw=self._power(read),
+                power_mw=power,
                 memory_clock_mhz=read.integer("mem_clock", lambda: self._clock("MEM")["clk"]),
                 memory_temperature_c=read.integer(
                     "mem_temperature", lambda: self._temperature("VRAM")

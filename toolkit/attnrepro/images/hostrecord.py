@@ -17,7 +17,7 @@ from attnrepro.jsonio import canonical
 from attnrepro.resources import images_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from attnrepro.images.hosttree import Selection
@@ -74,8 +74,10 @@ class Made:
     checks: Sequence[PublicCheck]
 
 
-def save(store: Store, made: Made) -> ImageRecord:
+def save(store: Store, made: Made, *, progress: Callable[[str], None]) -> ImageRecord:
     """Write the record; the layers' blobs but the base's are in the store already.
+
+    What is held in a version that has no claims here is told.
 
     Raises InvalidDocument (a mistake of ours) where the record is not valid.
     """
@@ -99,6 +101,8 @@ def save(store: Store, made: Made) -> ImageRecord:
         "not_compared": sorted(set(versions) - {check.name for check in made.checks}),
     }
     claims = {"schema": "attnrepro.claims/1", "include": _claims(versions)}
+    for line in _unclaimed(versions):
+        progress(line)
     recipe = {"host.json": canonical(host), "claims.json": canonical(claims)}
     parts = {path: hashlib.sha256(data).hexdigest() for path, data in recipe.items()}
     parts["layer"] = layers[0].digest
@@ -176,6 +180,20 @@ def _claims(versions: Mapping[str, str]) -> list[str]:
         if versions.get(distribution, "").partition("+")[0] == version
     ]
     return [name for name in names if (images_dir() / "claims" / f"{name}.json").is_file()]
+
+
+def _unclaimed(versions: Mapping[str, str]) -> list[str]:
+    """Say which kernels are of a version of which no claims are known here."""
+    known: dict[str, list[str]] = {}
+    for distribution, version, _ in _CLAIMS:
+        known.setdefault(distribution, []).append(version)
+    found = {name: versions[name].partition("+")[0] for name in known if name in versions}
+    return [
+        f"  {name} {version}: no claims of this version are known (only of "
+        f"{', '.join(known[name])}), so that only a run tells which cells it refuses"
+        for name, version in found.items()
+        if version not in known[name]
+    ]
 
 
 def _debs(root: Path) -> list[Deb]:

@@ -305,6 +305,7 @@ def _finish(
             times=times,
             checks=checks,
         ),
+        progress=progress,
     )
     for check in checks:
         state = "equal to the public wheel" if check.identical else "DIFFERS from the public wheel"

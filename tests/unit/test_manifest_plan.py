@@ -12,6 +12,8 @@ from attnrepro.manifest import cost, load, stacks
 from attnrepro.manifest.capability import Capability
 from attnrepro.manifest.model import ImageRef
 from attnrepro.manifest.plan import order, plan
+from attnrepro_runner import oracle, stages
+from attnrepro_runner.checking import PAIRS_AGAIN, SCORES_AGAIN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,6 +141,28 @@ def test_cost_grows_with_what_is_asked(tmp_path: Path) -> None:
     assert seconds(timing={"launches": 10}) > base
     assert seconds(workload={"seqlen_q": 2048, "seqlen_k": 2048}) > base
     assert seconds(timing={"launches": 1, "cold_start": False, "memory": False}) < base
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_is_judged_round_timing_is_what_the_runner_selects(on_gpu: bool) -> None:
+    kind = "cuda" if on_gpu else "cpu"
+    for phase in ("prefill", "forward_backward"):
+        for seqlen in (256, 1024, 4096, 16384, 65536):
+            sizes = {"phase": phase, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 16}
+            (cell,) = loaded(document(workload=sizes)).cells
+            pairs, part = cost._again(cell, on_gpu=on_gpu)
+            chosen = stages.selection(
+                cell.parsed, kind, scores=SCORES_AGAIN[kind], most=PAIRS_AGAIN[0]
+            )
+            every = cell.parsed.batch * cell.parsed.heads_q
+            judged = len(oracle.pairs(cell.parsed, chosen))
+            if phase == "prefill":
+                assert min(pairs, every) == judged
+            else:  # drawn pairs may share a KV head
+                assert judged <= min(pairs, every) <= 2 * judged
+            blocks = None if chosen is None else chosen.blocks
+            rows = seqlen if blocks is None else 64 * len(blocks)
+            assert part == pytest.approx(rows / seqlen, rel=0.05, abs=2 * 64 / seqlen)
 
 
 def test_an_image_that_is_not_built_costs_a_build(tmp_path: Path) -> None:

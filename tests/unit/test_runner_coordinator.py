@@ -257,8 +257,11 @@ def test_workers_import_side_by_side_where_there_are_cores(cores: int, wanted: l
 
 
 @pytest.mark.parametrize("cores", [3, 1])
-def test_workers_load_what_a_first_cell_loads_side_by_side(cores: int) -> None:
+def test_workers_load_what_a_first_cell_loads_side_by_side(
+    cores: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     order: list[str] = []
+    asked: list[tuple[str, float]] = []
 
     class Priming(FakeWorker):
         def __init__(self, name: str) -> None:
@@ -271,6 +274,7 @@ def test_workers_load_what_a_first_cell_loads_side_by_side(cores: int) -> None:
 
         def receive(self, seconds: float) -> dict[str, object] | Failure:
             order.append(f"{self.name} awaited")
+            asked.append((self.sent, seconds))
             if self.sent == "prime" and self.name == "y":
                 return CRASH
             return super().receive(seconds)
@@ -280,7 +284,8 @@ def test_workers_load_what_a_first_cell_loads_side_by_side(cores: int) -> None:
     team = Team(_load(found), start=lambda subject, _kind: (Priming(subject), {}))
     team.start_all(names, "native", cores=3)
     del order[:]
-    team.prime(names, cores=cores)
+    team.prime(names, cores=cores, within=50)
+    assert all(seconds <= 50 for do, seconds in asked if do == "prime")
     assert order == (["x prime", "y prime", "x awaited", "y awaited"] if cores > 1 else [])
     # What failed is ended, so that the next request starts another.
     assert [record["exit"] for record in team.records] == [
@@ -288,6 +293,36 @@ def test_workers_load_what_a_first_cell_loads_side_by_side(cores: int) -> None:
         "exit status 0",  # its start failed
         "exit status 0" if cores > 1 else "running",
     ]
+    assert ("priming y: CRASH (no)" in capsys.readouterr().err) == (cores > 1)
+
+
+@pytest.mark.parametrize(("vendor", "primes"), [("nvidia", True), ("cpu", False)])
+def test_a_launch_primes_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, primes: bool
+) -> None:
+    sent: list[str] = []
+
+    class Refusing(FakeWorker):
+        def send(self, request: Mapping[str, object]) -> None:
+            super().send(request)
+            sent.append(self.sent)
+
+        def receive(self, seconds: float) -> dict[str, object] | Failure:
+            if self.sent in ("hello", "prime"):
+                return super().receive(seconds)
+            return Failure(status=Status.UNSUPPORTED, reason="no", place="open")
+
+    found = document([cell(0, ["x", "y"])], {"x": "eager", "y": "eager"}, ["launch-0"])
+    found["device"]["vendor"] = vendor
+    monkeypatch.setattr(coordinator, "_usable_cpus", lambda: 2)
+    monkeypatch.setattr(
+        coordinator.Coordinator, "_start", lambda *_: (Refusing([{}] * 9), {"profile": "native"})
+    )
+    loaded = _load(found, tmp_path)
+    with coordinator.Coordinator(loaded, ResultFolder(tmp_path / "out", loaded.run)) as running:
+        running.run()
+    assert sent[:4] == ["hello", "hello", *(["prime", "prime"] if primes else ["ceilings"] * 2)]
+    assert sent.count("prime") == 2 * primes
 
 
 def test_a_backend_that_is_not_there_is_given_up_at_once() -> None:

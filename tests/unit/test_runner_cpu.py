@@ -110,6 +110,14 @@ def test_this_machines_record_holds_no_reals_and_no_host_name() -> None:
     device.close()
 
 
+def test_a_cpus_own_run_reads_everything_each_time() -> None:
+    for vendor, every in (("cpu", True), ("amd", False)):
+        device = Device(vendor, threads=1)
+        rows = [device.sources[0].read() for _ in range(11)]
+        assert [row[0] is not None for row in rows] == [True, *[every] * 9, True]
+        device.close()
+
+
 def test_an_accelerator_that_is_not_there_is_recorded() -> None:
     device = Device("amd", threads=1)
     if device.record["name"] == "unavailable":
@@ -137,7 +145,7 @@ def test_a_reading_of_the_machine(machine: Path) -> None:
 def test_ticks_and_load_can_be_read_less_often_than_the_frequency(machine: Path) -> None:
     source = telemetry.CpuSource(machine, every=3)
     rows = [dict(zip(source.columns, source.read(), strict=True)) for _ in range(7)]
-    for slow in ("cpu_busy_ticks", "cpu_idle_ticks", "cpu_steal_ticks", "load1_hundredths"):
+    for slow in telemetry.CpuSource.columns[:-1]:
         assert [n for n in range(7) if rows[n][slow] is not None] == [0, 3, 6]
     assert {row["frequency_khz"] for row in rows} == {3_500_000}
 

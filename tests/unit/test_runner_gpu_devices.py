@@ -252,6 +252,16 @@ def _stat(proc: Path, pid: int, parent: int) -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} 0 0\n")
 
 
+def test_a_file_that_is_closed_meanwhile_hides_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "5" / "fd"
+    folder.mkdir(parents=True)
+    (folder / "0").write_text("no link")  # readlink fails, as of a file that is gone
+    (folder / "socket").symlink_to("/dev/null")
+    (folder / "9").symlink_to("/dev/nvidia-uvm")
+    assert accelerator.contexts([5, 6], tmp_path) == 1
+    assert not accelerator._is_context(folder / "0")  # whichever is listed first
+
+
 def test_process_tree(tmp_path: Path) -> None:
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
         _stat(tmp_path, pid, parent)
@@ -268,6 +278,8 @@ def test_a_process_whose_parents_cannot_be_read_is_not_ours(tmp_path: Path) -> N
     assert others(11, 12, root=11) == 0
     assert others(12, 21, 22, 99, -1, root=10) == 4  # 12 descends of 10, by what 11 says
     assert others(0, root=10) == 1
+    (tmp_path / "12" / "stat").write_bytes(b"12 (\xff) S")  # cut off, and a name of any bytes
+    assert others(12, root=10) == 1
 
 
 @pytest.mark.parametrize(

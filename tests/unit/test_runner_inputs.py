@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import random
 import struct
 from typing import Any
 
@@ -274,6 +276,24 @@ def test_one_changed_bit_changes_the_fingerprint(
             changed = tensor.clone()
             guards.as_integers(changed)[place] ^= 1 << bit
             assert inputs.fingerprint(changed) != mark
+    # Changes that many words share, signs above all, do not cancel.
+    for change in (
+        lambda x: x[..., -1].neg_(),
+        lambda x: x[..., 3].neg_(),
+        lambda x: x[::2].neg_(),
+        lambda x: x.neg_(),
+        lambda x: x.copy_(x.abs()),
+    ):
+        changed = tensor.to(torch.float32)
+        change(changed)
+        assert inputs.fingerprint(changed.to(tensor.dtype)) != mark
+    draw = random.Random(1)
+    for _ in range(50):
+        changed = tensor.clone()
+        for place in draw.sample([*itertools.product(range(37), range(5), range(15))], 2):
+            bits = guards.as_integers(changed)
+            bits[place] ^= torch.tensor(1 << 8 * bits.itemsize - 1).to(bits.dtype)
+        assert inputs.fingerprint(changed) != mark
     swapped = tensor.clone()
     swapped[[3, 4]] = tensor[[4, 3]]
     assert inputs.fingerprint(swapped) != mark

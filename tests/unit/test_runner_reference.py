@@ -137,23 +137,30 @@ def test_dropout_with_a_given_mask() -> None:
         {"causal": "top_left"},
         {"causal": "bottom_right"},
         {"window": {"left": 20, "right": 0, "alignment": "top_left"}},
+        {"window": {"left": 20, "right": None, "alignment": "top_left"}},
         {},
     ],
 )
 @pytest.mark.parametrize("tile", [1 << 22, 400])
+@pytest.mark.parametrize("waste", [1.0, 9.0])
 def test_blocks_of_rows_are_those_rows(
-    monkeypatch: pytest.MonkeyPatch, mask: dict[str, object], tile: int
+    monkeypatch: pytest.MonkeyPatch, mask: dict[str, object], tile: int, waste: float
 ) -> None:
     monkeypatch.setattr(reference, "_TILE_CPU", tile)
     more: dict[str, object] = {"softcap": 2.0, "alibi": {"slopes": "geometric"}}
-    for extra in ({"dtype": "bfloat16"}, more):
+    dropped: dict[str, object] = {"dropout": {"p": 0.25, "seed": 1}}
+    kept = torch.rand(50, 70, generator=torch.Generator().manual_seed(1)) > 0.25
+    # However much a merged tile computes for nothing: as on a GPU, and as on a CPU.
+    monkeypatch.setitem(reference._WASTE, "cpu", waste)
+    for extra in ({"dtype": "bfloat16"}, more, dropped):
         workload = make(phase="forward", seqlen_q=50, seqlen_k=70, mask=mask, **extra)
         tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
         one = [(0, (0, 1))]
         given_ = groups.from_tensors(workload, tensors, one)
-        whole = reference.attend(workload, given_, one, reference.HIGH)
+        keep = (lambda b, h: kept.roll(h)) if workload.dropout is not None else None
+        whole = reference.attend(workload, given_, one, reference.HIGH, keep=keep)
         part = reference.attend(
-            workload, given_, one, reference.HIGH, blocks=[range(16, 32), range(48, 50)]
+            workload, given_, one, reference.HIGH, blocks=[range(16, 32), range(48, 50)], keep=keep
         )
         assert part.rows.tolist() == [*range(16, 32), 48, 49]
         close = {"rtol": 1e-13, "atol": 1e-13}
@@ -163,22 +170,31 @@ def test_blocks_of_rows_are_those_rows(
             torch.testing.assert_close(terms, whole.terms[name][:, part.rows], **close)
 
 
-def test_some_rows_take_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = make(phase="forward", seqlen_q=1024, seqlen_k=1024)
+@pytest.mark.parametrize(
+    ("mask", "waste", "tiles"),
+    [
+        ({}, 1.0, 1),  # no score of a merged tile is for nothing
+        ({"causal": "top_left"}, 2.5, 1),
+        ({"causal": "top_left"}, 1.0, 8),
+        ({"window": {"left": 60, "right": 0, "alignment": "top_left"}}, 2.5, 4),
+    ],
+)
+def test_some_rows_take_few_tiles_where_that_costs_few_scores(
+    monkeypatch: pytest.MonkeyPatch, mask: dict[str, object], waste: float, tiles: int
+) -> None:
+    workload = make(phase="forward", seqlen_q=1024, seqlen_k=1024, mask=mask)
     tensors = inputs.make_inputs(workload, {}, stream=0, device=CPU)
     one = [(0, (0,))]
     given_ = groups.from_tensors(workload, tensors, one)
-    tiles: list[range] = []
-    tile = reference._Batch.tile
-
-    def counted(self: reference._Batch, rows: range) -> object:
-        tiles.append(rows)
-        return tile(self, rows)
-
-    monkeypatch.setattr(reference._Batch, "tile", counted)
     every_other = [range(i, i + 64) for i in range(0, 1024, 128)]
-    reference.attend(workload, given_, one, reference.HIGH, blocks=every_other)
-    assert tiles == [range(512)]
+    monkeypatch.setitem(reference._WASTE, "cpu", waste)
+    batch = reference._Batch(workload, given_, one, reference.HIGH, None, every_other)
+    found = list(batch.split())
+    assert len(found) == tiles
+    assert [place for tile in found for place in tile] == list(range(512))
+    scores = sum(batch.scores(tile) for tile in found)
+    alone = sum(batch.scores(range(i, i + 64)) for i in range(0, 512, 64))
+    assert alone <= scores <= waste * alone
 
 
 def test_gradients_need_every_row() -> None:

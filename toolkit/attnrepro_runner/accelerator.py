@@ -253,10 +253,10 @@ def _parent(pid: int, proc: Path) -> int | None:
 
 
 def _descends(pid: int, top: int, proc: Path) -> bool:
-    """Tell whether a process is another or one of its descendants."""
+    """Tell whether a process is `top` or descends from it."""
     seen: set[int] = set()  # a parent's id can be used again while we look
     at: int | None = pid
-    while at is not None and at > 0 and at not in seen:
+    while at is not None and at not in seen:
         if at == top:
             return True
         seen.add(at)
@@ -273,9 +273,15 @@ def contexts(pids: Iterable[int], proc: Path = Path("/proc")) -> int:
     for pid in pids:
         with contextlib.suppress(OSError):
             # Lazily: a framework opens the node early, and may have hundreds of files after it.
-            files = sorted((proc / str(pid) / "fd").iterdir(), key=lambda file: int(file.name))
-            found += any(str(file.readlink()) in CONTEXT_NODES for file in files)
+            found += any(_is_context(file) for file in (proc / str(pid) / "fd").iterdir())
     return found
+
+
+def _is_context(file: Path) -> bool:
+    try:
+        return str(file.readlink()) in CONTEXT_NODES
+    except OSError:  # closed since it was listed
+        return False
 
 
 def in_process_namespace(proc: Path = Path("/proc")) -> bool:

@@ -279,7 +279,8 @@ class Coordinator:
         started = [s for s in subjects if todo[s]]
         team.start_all(started, "native", cores=_usable_cpus())
         if self._job.vendor != "cpu":
-            team.prime(started, cores=_usable_cpus())
+            left = max(0.0, self._deadline - time.monotonic())
+            team.prime(started, cores=_usable_cpus(), within=left)
         if self._ceilings is None:
             self._measure_ceilings(team, started)
         cells = {cell["id"]: cell for cell in self._job.cells}

@@ -127,7 +127,7 @@ def batches(
 def _most(workload: Workload, shape: tuple[int, int, int], device: str, rows: int | None) -> int:
     seqlen_q, seqlen_k, heads = shape
     if workload.dropout is not None or rows is None:
-        rows = seqlen_q  # a mask is given whole
+        rows = seqlen_q  # each pair's mask is read whole
     width = workload.head_dim + workload.head_dim_v
     elements = (heads * seqlen_q + seqlen_k) * width * (2 if workload.has_backward else 1)
     return max(

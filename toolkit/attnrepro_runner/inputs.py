@@ -227,8 +227,10 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     """Sum a tensor's bits, twice, with the place as an odd weight, modulo 2^64.
 
     Computed where the tensor is: copying gigabytes to the host for a SHA-256 takes longer than the
-    call that is checked. In words of eight bytes where they fill them, since a launch does this six
-    to fourteen times. One changed word always shows; it is no defence against an adversary.
+    call that is checked. In words of four bytes where they fill them, since a launch does this six
+    to fourteen times. One changed word always shows, and words that change alike do not cancel: in
+    words of eight bytes two changed signs could, since 2^63 is its own negative modulo 2^64. It is
+    no defence against an adversary.
     """
     size = tensor.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
@@ -238,11 +240,10 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     place = 0
     for first in range(0, flat.shape[0] if flat.numel() else 0, rows):
         part = flat[first : first + rows].contiguous().view(kind).flatten()
-        if part.numel() * size % 8:
-            bits = part.to(torch.int64)
-        else:
-            aligned = part.storage_offset() * size % 8 == 0
-            bits = (part if aligned else part.clone()).view(torch.int64)
+        if size < 4 and part.numel() * size % 4 == 0:
+            aligned = part.storage_offset() * size % 4 == 0
+            part = (part if aligned else part.clone()).view(torch.int32)
+        bits = part.to(torch.int64)
         weight = torch.arange(place, place + bits.numel(), device=tensor.device).mul_(2).add_(1)
         place += bits.numel()
         sums[0] += (bits * weight).sum()

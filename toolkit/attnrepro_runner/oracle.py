@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -363,6 +364,7 @@ def _demand_nan(found: torch.Tensor, expected: Expected) -> torch.Tensor:
     return torch.where(empty, torch.where(found.isnan(), 0.0, torch.inf), found.to(torch.float64))
 
 
+@lru_cache(maxsize=64)
 def _spread(count: int, wanted: int, seed: int) -> tuple[int, ...]:
     """First, last, and then the permutation's first, until there are enough."""
     chosen = dict.fromkeys((0, count - 1)) if count else {}

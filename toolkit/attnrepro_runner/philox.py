@@ -8,8 +8,6 @@ numbers (page tables).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
@@ -39,7 +37,6 @@ def key_of_seed(seed: int) -> tuple[int, int]:
     return seed & MASK32, (seed >> 32) & MASK32
 
 
-@lru_cache(maxsize=64)
 def permutation(n: int, seed: int) -> tuple[int, ...]:
     """Shuffle 0..n-1 (Fisher-Yates from the end, one counter a step).
 

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 # float32 workload has up to 17 of half the size.
 _TILE_CPU = 1 << 22
 _TILE_GPU = 1 << 27
+# Blocks of rows that do not adjoin share a tile while it has at most so many times their scores: a
+# GPU's launches cost more than scores that no row needs (a causal mask's are half of them), on a
+# CPU nothing does.
+_WASTE = {"cpu": 1.0, "cuda": 2.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +144,15 @@ class _Batch:
         # A mask follows from lengths, and these are everybody's.
         self.b, (self.groups, self.heads) = groups[0][0], inputs.q.shape[:2]
         self.device = inputs.q.device
-        self.rows = _rows(blocks, workload.seqlens_q[self.b])
+        self.blocks = [range(workload.seqlens_q[self.b])] if blocks is None else blocks
+        self.rows = _rows(self.blocks)
+        self.queries = self.rows.to(self.device)
         given = inputs.q
         if blocks is not None:
             if inputs.grad_out is not None:
                 msg = "gradients of keys need every row"
                 raise ValueError(msg)
-            given = given[:, :, self.rows.to(self.device)]
+            given = given[:, :, self.queries]
         self.q, self.k, self.v = (_to(x, compute) for x in (given, inputs.k, inputs.v))
         self.grad_out = None if inputs.grad_out is None else _to(inputs.grad_out, compute)
         self.factor: float | torch.Tensor = workload.scale_value
@@ -167,7 +173,7 @@ class _Batch:
         self.keep = (
             None
             if keep is None
-            else torch.stack([_some(keep(b, h), self.rows, blocks) for b, h in pairs]).view(
+            else torch.stack([keep(b, h)[self.queries] for b, h in pairs]).view(
                 *self.q.shape[:3], self.k.shape[1]
             )
         )
@@ -205,16 +211,32 @@ class _Batch:
         budget = _TILE_GPU if self.device.type == "cuda" else _TILE_CPU
         if self.terms is not None and self.terms.counts_logits:
             budget //= 2
-        start, stop = 0, len(self.rows)
-        while start < stop:
-            size = stop - start
-            while size > 1:
-                keys = self.keys_of(range(start, start + size))
-                if self.groups * self.heads * size * len(keys) <= budget:
-                    break
+        tile, needed, stop = range(0), 0, 0
+        for block in self.blocks:
+            start, stop = stop, stop + len(block)
+            alone = self.scores(range(start, stop))
+            if tile and self.scores(range(tile.start, stop)) <= min(
+                budget, _WASTE[self.device.type] * (needed + alone)
+            ):
+                tile, needed = range(tile.start, stop), needed + alone
+                continue
+            yield from self.halves(tile, budget)
+            tile, needed = range(start, stop), alone
+        yield from self.halves(tile, budget)
+
+    def halves(self, rows: range, budget: int) -> Iterator[range]:
+        """Cut a tile that does not fit."""
+        start = rows.start
+        while start < rows.stop:
+            size = rows.stop - start
+            while size > 1 and self.scores(range(start, start + size)) > budget:
                 size = -(-size // 2)
             yield range(start, start + size)
             start += size
+
+    def scores(self, rows: range) -> int:
+        """Count what a tile computes."""
+        return self.groups * self.heads * len(rows) * len(self.keys_of(rows)) if rows else 0
 
     def keys_of(self, rows: range) -> range:
         """Keys that some row of a tile attends."""
@@ -324,7 +346,7 @@ class _Batch:
             high is None or keys.stop - 1 - first <= high
         ):
             return None
-        distance = self.arange(keys)[None, :] - self.queries(rows)[:, None]
+        distance = self.arange(keys)[None, :] - self.queries[rows.start : rows.stop, None]
         result = torch.zeros(distance.shape, dtype=torch.bool, device=self.device)
         if low is not None:
             result |= distance < low
@@ -340,7 +362,7 @@ class _Batch:
         return x
 
     def distance(self, rows: range, keys: range) -> torch.Tensor:
-        position = self.queries(rows) + self.workload.offset(self.b)
+        position = self.queries[rows.start : rows.stop] + self.workload.offset(self.b)
         return (position[:, None] - self.arange(keys)[None, :]).abs().to(self.q.dtype)
 
     def kept(self, rows: range, keys: range) -> torch.Tensor | None:
@@ -349,24 +371,14 @@ class _Batch:
         part = self.keep[:, :, rows.start : rows.stop, keys.start : keys.stop]
         return part.to(self.q.dtype) * self.kept_factor
 
-    def queries(self, rows: range) -> torch.Tensor:
-        """Return which query of the sequence each row of a tile is."""
-        return self.rows[rows.start : rows.stop].to(self.device)
-
     def arange(self, values: range) -> torch.Tensor:
         return torch.arange(values.start, values.stop, device=self.device)
 
 
-def _rows(blocks: Sequence[range] | None, seqlen_q: int) -> torch.Tensor:
+def _rows(blocks: Sequence[range]) -> torch.Tensor:
     """Return the queries that are computed, on the CPU: int64 (rows), ascending."""
-    if blocks is None:
-        return torch.arange(seqlen_q)
     each = [torch.arange(rows.start, rows.stop) for rows in blocks]
     return torch.cat(each) if each else torch.arange(0)
-
-
-def _some(kept: torch.Tensor, rows: torch.Tensor, blocks: Sequence[range] | None) -> torch.Tensor:
-    return kept if blocks is None else kept[rows.to(kept.device)]
 
 
 def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

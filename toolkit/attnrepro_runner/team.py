@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -73,20 +74,26 @@ class Team:
                 self._begin(subject, kind)
             self._greet(subject)
 
-    def prime(self, subjects: Sequence[str], *, cores: int) -> None:
+    def prime(self, subjects: Sequence[str], *, cores: int, within: float) -> None:
         """Let workers that were started load side by side what their first cell would load alone.
 
-        Nothing where they would take turns on the cores. A worker that fails is ended: what asks it
-        next starts another, and has the failure if it comes again.
+        Nothing where they would take turns on the cores. A worker that fails, or is not done within
+        that many seconds, is ended: what asks it next starts another, and has the failure if it
+        comes again.
         """
         if cores < len(subjects):
             return
         ready = [s for s in subjects if s in self._members]
         for subject in ready:
             self._members[subject].worker.send({"do": "prime"})
+        end = time.monotonic() + min(within, START_SECONDS)
         for subject in ready:
-            seconds = max(START_SECONDS, self._job.cell_seconds)
-            if isinstance(self._members[subject].worker.receive(seconds), Failure):
+            left = max(0.001, end - time.monotonic())
+            answer = self._members[subject].worker.receive(left)
+            if isinstance(answer, Failure):
+                sys.stderr.write(
+                    f"priming {subject}: {answer.status.value} ({answer.reason}); started anew\n"
+                )
                 self.end(subject)
 
     def ask(

@@ -1,4 +1,4 @@
-"""A series of the machine's state through a task: load, stolen time, frequency, 20 times a second.
+"""A series of the machine's state through a task, read 20 times a second: frequency, stolen time.
 
 It is read in the coordinator, which waits while a worker measures. A source is anything with
 columns; a GPU's is another one.

@@ -62,7 +62,7 @@ class Terms:
 
         Args:
             workload: the semantics.
-            q: (groups, heads, seqlen_q, head_dim).
+            q: (groups, heads, rows, head_dim), of the rows that tiles are made of.
             k: (groups, seqlen_k, head_dim).
             v: (groups, seqlen_k, head_dim_v).
             factor: of the logits, a number or (groups, 1, 1).

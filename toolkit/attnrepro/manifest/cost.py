@@ -36,7 +36,8 @@ class _Machine:
     elements: float
     """Input elements generated and hashed a second, as the check does."""
     drawn: float
-    """Generated and copied alone, as launches do (in the grid's on an H200 a few times this)."""
+    """Generated, copied and fingerprinted, as launches do (in the grid's on an H200 a few times
+    this)."""
     worker_seconds: float
     """Start of one worker: interpreter, framework, device; of a GPU's also what its first cell
     takes besides (on an H200 5 s and 7 s)."""
@@ -134,7 +135,7 @@ def estimate(manifest: Manifest, plan: Plan, stacks: Iterable[StackFacts]) -> Co
     checks: dict[ImageRef, list[float]] = {}
     starts: dict[ImageRef, list[int]] = {}
     images = {subject.image for subject in manifest.subjects}
-    figures = {cell.id: _figures(cell, machine, threads) for cell in manifest.cells}
+    figures = {c.id: _figures(c, machine, threads, on_gpu=on_gpu) for c in manifest.cells}
     for subject in manifest.subjects:
         cells = [
             c
@@ -237,13 +238,15 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _figures(cell: Cell, machine: _Machine, threads: int) -> tuple[float, float, float]:
+def _figures(
+    cell: Cell, machine: _Machine, threads: int, *, on_gpu: bool
+) -> tuple[float, float, float]:
     """Times of one call, of judging all its pairs, and of judging those read round timing."""
     every = cell.parsed.batch * cell.parsed.heads_q
     return (
         _call(cell, machine, threads),
-        _judged(cell, machine, threads, every, machine.elements),
-        _judged(cell, machine, threads, _pairs_again(cell), machine.drawn),
+        _judged(cell, machine, threads, every, 1.0, machine.elements),
+        _judged(cell, machine, threads, *_again(cell, on_gpu=on_gpu), machine.drawn),
     )
 
 
@@ -254,18 +257,28 @@ def _call(cell: Cell, machine: _Machine, threads: int) -> float:
     )
 
 
-def _pairs_again(cell: Cell) -> int:
+def _again(cell: Cell, *, on_gpu: bool) -> tuple[int, float]:
+    """Pairs that are judged round timing, and the part of their rows (`stages.selection`)."""
     workload = cell.parsed
-    each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
-    return min(PAIRS_AGAIN[0], max(2, SCORES_AGAIN["cuda"] // max(1, each)))
+    limit = SCORES_AGAIN["cuda" if on_gpu else "cpu"]
+    each = max(1, *(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True)))
+    # With a backward a KV head's query heads are judged together, and all their rows.
+    shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
+    drawn = min(PAIRS_AGAIN[0], max(2, limit // (each * shared)))
+    return drawn * shared, 1.0 if workload.has_backward else min(1.0, limit / (drawn * each))
 
 
-def _judged(cell: Cell, machine: _Machine, threads: int, most: int, made: float) -> float:
-    """Fresh inputs, the reference in float64 and in the tested dtype, and comparing."""
+def _judged(
+    cell: Cell, machine: _Machine, threads: int, most: int, part: float, made: float
+) -> float:
+    """Fresh inputs, the reference in float64 and in the tested dtype, and comparing.
+
+    Of `most` pairs, and a part of their rows; `made` elements a second.
+    """
     figures, workload = cell.facts, cell.parsed
     count = workload.batch * workload.heads_q
     pairs = min(count, most)
-    flops = 2 * figures.work.flops * pairs / count
+    flops = 2 * figures.work.flops * pairs / count * part
     elements = figures.tensor_bytes / 2
     computed = flops / (machine.oracle_flops * threads) + elements / made
     return computed + pairs * machine.pair_seconds

@@ -200,6 +200,22 @@ class FakeWorker:
         return "exit status 0"
 
 
+class Telling(FakeWorker):
+    """Writes down what it is sent, and when it is awaited."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        super().__init__([{}])
+        self.name, self.order = name, order
+
+    def send(self, request: Mapping[str, object]) -> None:
+        super().send(request)
+        self.order.append(f"{self.name} {self.sent}")
+
+    def receive(self, seconds: float) -> dict[str, object] | Failure:
+        self.order.append(f"{self.name} awaited")
+        return super().receive(seconds)
+
+
 CRASH = Failure(status=Status.CRASH, reason="no", place="import")
 
 
@@ -230,28 +246,14 @@ def test_a_subject_whose_start_fails_twice_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("cores", "wanted"),
     [
-        (2, ["x begins", "y begins", "x awaited", "y awaited"]),
-        (1, ["x begins", "x awaited", "y begins", "y awaited"]),
+        (2, ["x hello", "y hello", "x awaited", "y awaited"]),
+        (1, ["x hello", "x awaited", "y hello", "y awaited"]),
     ],
 )
 def test_workers_import_side_by_side_where_there_are_cores(cores: int, wanted: list[str]) -> None:
     order: list[str] = []
-
-    class Greeting(FakeWorker):
-        def __init__(self, name: str) -> None:
-            super().__init__([{}])
-            self.name = name
-
-        def send(self, request: Mapping[str, object]) -> None:
-            super().send(request)
-            order.append(f"{self.name} begins")
-
-        def receive(self, seconds: float) -> dict[str, object] | Failure:
-            order.append(f"{self.name} awaited")
-            return super().receive(seconds)
-
     found = document([cell(0, ["x", "y"])], {"x": "eager", "y": "eager"}, ["launch-0"])
-    team = Team(_load(found), start=lambda subject, _kind: (Greeting(subject), {}))
+    team = Team(_load(found), start=lambda subject, _kind: (Telling(subject, order), {}))
     team.start_all(["x", "y"], "native", cores=cores)
     assert order == wanted
 
@@ -261,31 +263,23 @@ def test_workers_load_what_a_first_cell_loads_side_by_side(
     cores: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order: list[str] = []
-    asked: list[tuple[str, float]] = []
 
-    class Priming(FakeWorker):
-        def __init__(self, name: str) -> None:
-            super().__init__([CRASH if name == "gone" else {}])
-            self.name = name
-
-        def send(self, request: Mapping[str, object]) -> None:
-            super().send(request)
-            order.append(f"{self.name} {request['do']}")
-
+    class Priming(Telling):
         def receive(self, seconds: float) -> dict[str, object] | Failure:
-            order.append(f"{self.name} awaited")
-            asked.append((self.sent, seconds))
-            if self.sent == "prime" and self.name == "y":
-                return CRASH
-            return super().receive(seconds)
+            found = super().receive(seconds)
+            return CRASH if self.sent == "prime" and self.name == "y" else found
 
     names = ["x", "gone", "y"]
+    workers = {name: Priming(name, order) for name in names}
+    workers["gone"].answers = [CRASH]
     found = document([cell(0, names)], dict.fromkeys(names, "eager"), ["launch-0"])
-    team = Team(_load(found), start=lambda subject, _kind: (Priming(subject), {}))
+    team = Team(_load(found), start=lambda subject, _kind: (workers[subject], {}))
     team.start_all(names, "native", cores=3)
     del order[:]
     team.prime(names, cores=cores, within=50)
-    assert all(seconds <= 50 for do, seconds in asked if do == "prime")
+    asked = [seconds for w in workers.values() for do, seconds in w.asked if do == "prime"]
+    assert len(asked) == (2 if cores > 1 else 0)
+    assert all(seconds <= 50 for seconds in asked)
     assert order == (["x prime", "y prime", "x awaited", "y awaited"] if cores > 1 else [])
     # What failed is ended, so that the next request starts another.
     assert [record["exit"] for record in team.records] == [
@@ -300,13 +294,9 @@ def test_workers_load_what_a_first_cell_loads_side_by_side(
 def test_a_launch_primes_before_anything_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, primes: bool
 ) -> None:
-    sent: list[str] = []
+    order: list[str] = []
 
-    class Refusing(FakeWorker):
-        def send(self, request: Mapping[str, object]) -> None:
-            super().send(request)
-            sent.append(self.sent)
-
+    class Refusing(Telling):
         def receive(self, seconds: float) -> dict[str, object] | Failure:
             if self.sent in ("hello", "prime"):
                 return super().receive(seconds)
@@ -316,11 +306,12 @@ def test_a_launch_primes_before_anything_is_asked(
     found["device"]["vendor"] = vendor
     monkeypatch.setattr(coordinator, "_usable_cpus", lambda: 2)
     monkeypatch.setattr(
-        coordinator.Coordinator, "_start", lambda *_: (Refusing([{}] * 9), {"profile": "native"})
+        coordinator.Coordinator, "_start", lambda *_: (Refusing("w", order), {"profile": "native"})
     )
     loaded = _load(found, tmp_path)
     with coordinator.Coordinator(loaded, ResultFolder(tmp_path / "out", loaded.run)) as running:
         running.run()
+    sent = [word for word in (entry.split()[1] for entry in order) if word != "awaited"]
     assert sent[:4] == ["hello", "hello", *(["prime", "prime"] if primes else ["ceilings"] * 2)]
     assert sent.count("prime") == 2 * primes
 

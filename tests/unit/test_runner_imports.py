@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from numerics_fakes import ReferenceBackend
 
-from attnrepro_runner import caches, toolchain, worker
+from attnrepro_runner import caches, stages, toolchain, worker
 from attnrepro_runner.backends import base, registry
 
 if TYPE_CHECKING:
@@ -98,3 +99,13 @@ def test_what_a_library_compiles_goes_into_the_runs_own_folder(
     code.parent.mkdir(parents=True)
     code.write_bytes(b"\x7fELF")
     assert code in toolchain.compiled()
+
+
+def test_a_worker_primes_its_subjects_device(
+    service: worker.Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(stages, "prime", found.append)
+    service._subject = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    assert service.answer({"do": "prime"}) == {"done": {}}
+    assert found == ["cuda:0"]

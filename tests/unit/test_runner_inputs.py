@@ -259,7 +259,7 @@ def test_empty_sequences() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("shape", [(37, 5, 16), (37, 5, 15)])  # whole words of 8 bytes, and not
+@pytest.mark.parametrize("shape", [(37, 5, 16), (37, 5, 15)])  # whole words of 4 bytes, and not
 @pytest.mark.parametrize("offset", [0, 1])
 def test_one_changed_bit_changes_the_fingerprint(
     dtype: str, shape: tuple[int, ...], offset: int
@@ -271,7 +271,7 @@ def test_one_changed_bit_changes_the_fingerprint(
     mark = inputs.fingerprint(tensor)
     assert inputs.fingerprint(tensor.clone()) == mark
     assert inputs.fingerprint(tensor.transpose(0, 1).contiguous().transpose(0, 1)) == mark
-    for place in ((0, 0, 0), (36, 4, 14), (20, 2, 7)):
+    for place in ((0, 0, 0), (36, 4, -1), (20, 2, 7)):
         for bit in (0, 3, 7):
             changed = tensor.clone()
             guards.as_integers(changed)[place] ^= 1 << bit

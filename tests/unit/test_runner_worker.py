@@ -6,8 +6,6 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +16,7 @@ from attnrepro_runner.supervise import MemoryWatch, WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 FAKE = """
 import json, os, signal, sys, time
@@ -326,15 +325,3 @@ def test_priming_judges_and_profiles_without_a_backend(monkeypatch: pytest.Monke
     monkeypatch.setattr(kernels, "profile", seen)
     stages.prime(torch.device("cpu"))
     assert done == ["profile, on a device: False", "check"]
-
-
-def test_a_worker_primes_its_subjects_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnrepro_runner import stages, worker
-
-    found: list[object] = []
-    monkeypatch.setattr(stages, "prime", found.append)
-    with Path(os.devnull).open("wb") as notes:
-        service = worker.Service(notes.fileno())
-        service._subject = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
-        assert service.answer({"do": "prime"}) == {"done": {}}
-    assert found == ["cuda:0"]

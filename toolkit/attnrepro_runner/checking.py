@@ -8,6 +8,7 @@ nothing is side by side there; nor is a compiler that times its candidates.
 
 from __future__ import annotations
 
+import math
 import sys
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from attnrepro_runner.status import Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from attnrepro_runner.semantics import Workload
     from attnrepro_runner.team import Team
 
 SCORES_AGAIN: Final = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -25,6 +27,9 @@ of the papers' grid took (72 cells, five subjects), with 2^28 147 of 331."""
 PAIRS_AGAIN: Final = (64, 1)
 """(sequence, query head) pairs of it, others each time: of the first set of inputs, and of each
 other one. The check's own oracle sees all it can afford."""
+
+BLOCK: Final = 64
+"""Query rows of a block, where an oracle judges some of them."""
 
 AT_ONCE: Final = 4
 """Subjects side by side on a GPU, each with its inputs and its oracle."""
@@ -46,6 +51,36 @@ def together(subjects: Iterable[Mapping[str, Any]], *, vendor: str, cpus: int) -
         s.get("adapter") is not None or "autotune" in str(s.get("options", "")) for s in asked
     )
     return 1 if vendor == "cpu" or tunes else max(1, min(len(asked), cpus, AT_ONCE))
+
+
+def affordable(
+    workload: Workload, scores: int, most: int | None = None
+) -> tuple[int, int | None] | None:
+    """Return how much of a cell an oracle judges within so many scores; None is all of it.
+
+    Args:
+        workload: the cell's.
+        scores: that it may compute; two pairs (with a backward, of all their rows) are least.
+        most: pairs at most; None is as many as the scores allow.
+
+    Returns:
+        (sequence, query head) pairs to draw, with a backward each for all query heads that read its
+        KV head, and blocks of BLOCK query rows of each pair, None for all.
+
+    """
+    each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
+    count = workload.batch * workload.heads_q
+    most = count if most is None else most
+    if each * count <= scores and count <= most:
+        return None
+    shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
+    pairs = min(most, count, max(2, scores // max(1, each * shared)))
+    blocks = None
+    if pairs <= 2 and not workload.has_backward:
+        rows = max(workload.seqlens_q)
+        fits = math.ceil(rows / BLOCK * scores / (pairs * each))
+        blocks = max(2, min(fits, math.ceil(rows / BLOCK)))
+    return pairs, blocks
 
 
 def check(

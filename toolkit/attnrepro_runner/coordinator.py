@@ -250,7 +250,7 @@ class Coordinator:
         environment.pop("CUDA_DISABLE_PTX_JIT", None)
         for subject in self._measured_subjects(task):
             for cell in self._cells(task, subject, entries):
-                left = self._deadline - time.monotonic()
+                left = self._left()
                 found = counters.count(
                     [*COUNTED, str(self._job.path), str(cell["id"]), subject],
                     environment,
@@ -279,8 +279,7 @@ class Coordinator:
         started = [s for s in subjects if todo[s]]
         team.start_all(started, "native", cores=_usable_cpus())
         if self._job.vendor != "cpu":
-            left = max(0.0, self._deadline - time.monotonic())
-            team.prime(started, cores=_usable_cpus(), within=left)
+            team.prime(started, cores=_usable_cpus(), within=self._left())
         if self._ceilings is None:
             self._measure_ceilings(team, started)
         cells = {cell["id"]: cell for cell in self._job.cells}
@@ -359,12 +358,16 @@ class Coordinator:
 
     # Workers.
 
+    def _left(self) -> float:
+        """Return the seconds that the run's limit leaves; not positive once it is spent."""
+        return self._deadline - time.monotonic()
+
     def _ask(
         self, team: Team, subject: str, request: Mapping[str, object], kind: str
     ) -> dict[str, object] | Failure:
         if self._recorder is not None and self._recorder.lost is not None:
             raise DeviceLost(self._recorder.lost)
-        left = self._deadline - time.monotonic()
+        left = self._left()
         if left <= 0:
             reason = f"the run's limit of {self._job.total_seconds:.0f} s is spent"
             return Failure(status=Status.TIMEOUT, reason=reason, place="before the cell")

@@ -238,10 +238,14 @@ class _Batch:
         """Count what a tile computes."""
         return self.groups * self.heads * len(rows) * len(self.keys_of(rows)) if rows else 0
 
+    def ends(self, rows: range) -> tuple[int, int]:
+        """Return the first and the last query of a tile."""
+        return int(self.rows[rows.start]), int(self.rows[rows.stop - 1])
+
     def keys_of(self, rows: range) -> range:
         """Keys that some row of a tile attends."""
         attending = self.workload.attending_rows(self.b)
-        first, last = int(self.rows[rows.start]), int(self.rows[rows.stop - 1])
+        first, last = self.ends(rows)
         first, last = max(first, attending.start), min(last, attending.stop - 1)
         if first > last:
             return range(0)
@@ -341,7 +345,7 @@ class _Batch:
     def excluded(self, rows: range, keys: range) -> torch.Tensor | None:
         """Where a tile's mask excludes; None where it excludes nothing."""
         low, high = self.workload.diagonals(self.b)
-        first, last = int(self.rows[rows.start]), int(self.rows[rows.stop - 1])
+        first, last = self.ends(rows)
         if (low is None or keys.start - last >= low) and (
             high is None or keys.stop - 1 - first <= high
         ):

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnrepro_runner import clocks, dropout, inputs, kernels, mathflags, memory, oracle, toolchain
+from attnrepro_runner import (
+    checking,
+    clocks,
+    dropout,
+    inputs,
+    kernels,
+    mathflags,
+    memory,
+    oracle,
+    toolchain,
+)
 from attnrepro_runner.backends.base import Outputs, Unsupported
 from attnrepro_runner.semantics import Workload
 from attnrepro_runner.status import STOPS_MEASURING, Status
@@ -342,18 +352,10 @@ def selection(
 
     """
     limit = SCORES_CHECKED[device] if scores is None else scores
-    each = max(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True))
-    count = workload.batch * workload.heads_q
-    most = count if most is None else most
-    if each * count <= limit and count <= most:
+    part = checking.affordable(workload, limit, most)
+    if part is None:
         return None
-    shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
-    pairs = min(most, count, max(2, limit // max(1, each * shared)))
-    blocks = None
-    if pairs <= 2 and not workload.has_backward:
-        rows = max(workload.seqlens_q)
-        fits = math.ceil(rows / 64 * limit / (pairs * each))
-        blocks = max(2, min(fits, math.ceil(rows / 64)))
+    pairs, blocks = part
     return oracle.sample(workload, pairs=pairs, blocks=blocks, seed=seed)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from attnrepro_runner import models
-from attnrepro_runner.checking import AT_ONCE, PAIRS_AGAIN, SCORES_AGAIN
+from attnrepro_runner.checking import AT_ONCE, BLOCK, PAIRS_AGAIN, SCORES_AGAIN, affordable
 from attnrepro_runner.stoprule import BUDGETS_FOR_FEWEST
 
 if TYPE_CHECKING:
@@ -258,14 +258,14 @@ def _call(cell: Cell, machine: _Machine, threads: int) -> float:
 
 
 def _again(cell: Cell, *, on_gpu: bool) -> tuple[int, float]:
-    """Pairs that are judged round timing, and the part of their rows (`stages.selection`)."""
+    """Pairs that are judged round timing, and the part of their rows."""
     workload = cell.parsed
-    limit = SCORES_AGAIN["cuda" if on_gpu else "cpu"]
-    each = max(1, *(q * k for q, k in zip(workload.seqlens_q, workload.seqlens_k, strict=True)))
-    # With a backward a KV head's query heads are judged together, and all their rows.
-    shared = workload.heads_q // workload.heads_kv if workload.has_backward else 1
-    drawn = min(PAIRS_AGAIN[0], max(2, limit // (each * shared)))
-    return drawn * shared, 1.0 if workload.has_backward else min(1.0, limit / (drawn * each))
+    found = affordable(workload, SCORES_AGAIN["cuda" if on_gpu else "cpu"], PAIRS_AGAIN[0])
+    pairs, blocks = found or (workload.batch * workload.heads_q, None)
+    if workload.has_backward:
+        pairs *= workload.heads_q // workload.heads_kv
+    rows = max(workload.seqlens_q)
+    return pairs, 1.0 if blocks is None else min(1.0, BLOCK * blocks / max(1, rows))
 
 
 def _judged(
